@@ -1,0 +1,114 @@
+"""The op as torch knows it: schema, fake implementation, autograd. What runs is the backend's.
+
+The forward returns what the backward wants kept as outputs, so that activation checkpointing and the compiler's
+partitioner see it, may save or drop it, and never have to run the communication again to get it.
+"""
+
+from typing import Any
+
+import torch
+
+from titan_mega_moe.op.backends import Call, load
+
+_ARGS = (
+    "Tensor x, Tensor ids, Tensor scores, Tensor w1, Tensor w2, Tensor w3, "
+    "{saved}int num_experts, str group, str backend, ScalarType compute_dtype, str keep"
+)
+
+
+@torch.library.custom_op(
+    "titan_mega_moe::mega_moe", mutates_args=(), schema=f"({_ARGS.format(saved='')}) -> (Tensor, Tensor[])"
+)
+def mega_moe(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    scores: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    w3: torch.Tensor,
+    num_experts: int,
+    group: str,
+    backend: str,
+    compute_dtype: torch.dtype,
+    keep: str,
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    call = Call(num_experts, group, compute_dtype, keep)
+    return load(backend).forward(call, x, ids, scores, w1, w2, w3)
+
+
+@mega_moe.register_fake
+def _(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    scores: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    w3: torch.Tensor,
+    num_experts: int,
+    group: str,
+    backend: str,
+    compute_dtype: torch.dtype,
+    keep: str,
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    call = Call(num_experts, group, compute_dtype, keep)
+    return x.new_empty(x.shape), load(backend).saved_like(call, x, ids, scores, w1, w2, w3)
+
+
+@torch.library.custom_op(
+    "titan_mega_moe::mega_moe_backward",
+    mutates_args=(),
+    schema=f"(Tensor dy, {_ARGS.format(saved='Tensor[] saved, ')}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def mega_moe_backward(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    scores: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    w3: torch.Tensor,
+    saved: list[torch.Tensor],
+    num_experts: int,
+    group: str,
+    backend: str,
+    compute_dtype: torch.dtype,
+    keep: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    call = Call(num_experts, group, compute_dtype, keep)
+    return load(backend).backward(call, dy, x, ids, scores, w1, w2, w3, saved)
+
+
+@mega_moe_backward.register_fake
+def _(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    scores: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    w3: torch.Tensor,
+    saved: list[torch.Tensor],
+    num_experts: int,
+    group: str,
+    backend: str,
+    compute_dtype: torch.dtype,
+    keep: str,
+) -> tuple[torch.Tensor, ...]:
+    # new_empty, not empty_like: gradients are contiguous whatever the strides of the inputs.
+    return tuple(t.new_empty(t.shape) for t in (x, scores, w1, w2, w3))
+
+
+def _setup_context(ctx: Any, inputs: tuple, output: tuple[torch.Tensor, list[torch.Tensor]]) -> None:
+    tensors, ctx.static = inputs[:6], inputs[6:]
+    saved = output[1]
+    ctx.mark_non_differentiable(*saved)
+    ctx.save_for_backward(*tensors, *saved)
+
+
+def _backward(ctx: Any, dy: torch.Tensor, _: list[None]) -> tuple:
+    tensors, saved = ctx.saved_tensors[:6], ctx.saved_tensors[6:]
+    dx, dscores, dw1, dw2, dw3 = mega_moe_backward(dy, *tensors, list(saved), *ctx.static)
+    return dx, None, dscores, dw1, dw2, dw3, *(None for _ in ctx.static)
+
+
+mega_moe.register_autograd(_backward, setup_context=_setup_context)
