@@ -50,6 +50,7 @@ class BufferPlan:
     """What a backend needs to know to allocate once, before training. Equal on every rank of the group.
 
     max_tokens is the largest T of any rank and step; dim, hidden_dim are D, F; num_experts is E over the group.
+    reserved_sms are the GPU's multiprocessors that deep_gemm leaves to other streams (FSDP's collectives).
     """
 
     group_name: str
@@ -60,6 +61,7 @@ class BufferPlan:
     num_experts: int
     top_k: int
     keep: str
+    reserved_sms: int = 16
 
 
 class Backend(Protocol):
