@@ -5,8 +5,7 @@
     from torchtitan.trainer import Trainer
     ...
     config = Trainer.Config(training=TrainingConfig(disable_cuda_graphs=True, ...), ...)
-    if reason := device.refusal_reason(config):   # a setting that only a GPU can honour
-        raise ValueError(reason)
+    device.check(config)              # refuses settings that only a GPU can honour
     trainer = config.build()          # any number of ranks, on gloo
 
 TorchTitan 0.3 takes the device "cuda" when a machine has no accelerator, and stops at its first use of
@@ -17,6 +16,8 @@ it. `prepare("cpu")` changes these seams of it, and nothing else in TorchTitan n
   attention under a dense mask: O(L^2) memory, no parameters, so checkpoints do not differ;
 - block masks are built without torch.compile, so that no C++ compiler is needed;
 - FSDP reduces with a plain sum, because gloo has no pre-multiplied sum;
+- bfloat16 grouped matmuls are computed in float32 and rounded once where the CPU has no bfloat16
+  instructions: PyTorch's own loop is about 50 times slower there;
 - the barrier that tightens timeouts after the first step names no device, which gloo refuses.
 
 `prepare("cuda")` changes nothing and checks that a GPU is there.
@@ -25,6 +26,7 @@ it. `prepare("cpu")` changes these seams of it, and nothing else in TorchTitan n
 import os
 import resource
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
     from torchtitan.trainer import Trainer
 
 _prepared: str | None = None
+# Kernels registered through it last as long as it does.
+_ATEN = torch.library.Library("aten", "IMPL")
 
 
 def prepare(kind: str) -> None:
@@ -67,13 +71,14 @@ def prepared() -> str | None:
     return _prepared
 
 
-def refusal_reason(config: "Trainer.Config") -> str | None:
-    """One sentence naming the first setting of `config` that the prepared device cannot honour, or None.
+def check(config: "Trainer.Config") -> None:
+    """Refuse what the prepared device cannot honour. On "cuda" that is nothing; `model_spec` may still be None.
 
-    On "cuda" nothing is refused here. `config.model_spec` may still be None.
+    Raises:
+        ValueError: one sentence with the first such setting and what to set instead.
     """
     if _prepared != "cpu":
-        return None
+        return
     # Imported here: prepare() has to come first.
     from torchtitan.components.quantization.utils import has_quantization
     from torchtitan.models.common.attention import VarlenAttention
@@ -125,8 +130,7 @@ def refusal_reason(config: "Trainer.Config") -> str | None:
         ]
     for asked, feature, remedy in refused:
         if asked:
-            return f"{feature} needs a GPU and the device is 'cpu': {remedy}"
-    return None
+            raise ValueError(f"{feature} needs a GPU and the device is 'cpu': {remedy}")
 
 
 class _CpuDevice:
@@ -193,18 +197,21 @@ def _prepare_cpu() -> None:
     from torchtitan.tools import utils
 
     utils.device_type = "cpu"
-    utils.device_module = _CpuDevice  # type: ignore[assignment]
+    utils.device_module = _CpuDevice
     utils.get_local_device = lambda: torch.device("cpu")
     # A CPU has no entry in TorchTitan's table, which would stand in an A100: infinity makes MFU read 0.
     utils.get_peak_flops = lambda device_name: float("inf")
 
-    from torchtitan.distributed import fsdp, utils as dist_utils
+    from torchtitan.distributed import fsdp
+    from torchtitan.distributed import utils as dist_utils
     from torchtitan.models.common import attention
 
     dist_utils.set_pg_timeouts = _set_pg_timeouts
     fsdp.disable_fsdp_gradient_division = _sum_gradients
     attention._compiled_create_block_mask = attention.create_block_mask
     attention.FlexAttention.compiled_flex_attn = staticmethod(_dense_attention)
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        _ATEN.impl("_grouped_mm", _wide_grouped_mm(), "CPU")
 
 
 def _set_pg_timeouts(timeout: Any, parallel_dims: Any) -> None:
@@ -223,6 +230,26 @@ def _sum_gradients(model: torch.nn.Module) -> None:
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def _wide_grouped_mm() -> Callable[..., torch.Tensor]:
+    """`torch._grouped_mm` with a float32 product, rounded to `out_dtype` (by default that of `a`)."""
+    kernel = torch.library.get_kernel("aten::_grouped_mm", "CPU")
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+
+    def grouped_mm(
+        a: torch.Tensor,
+        b: torch.Tensor,
+        offs: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        wide = kernel.call_boxed(
+            keys, a.float(), b.float(), offs, None if bias is None else bias.float(), None
+        )
+        return wide.to(out_dtype or a.dtype)
+
+    return grouped_mm
 
 
 def _dense_attention(
