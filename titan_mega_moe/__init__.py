@@ -1,7 +1,7 @@
 """Train Mixture-of-Experts models with TorchTitan through one fused expert-parallel layer.
 
-Importing the package touches no GPU and starts nothing. `mega_moe` is looked up on first use, so that commands which
-need no torch (`--help`, a refused TOML) start at once.
+Importing the package touches no GPU and starts nothing. `mega_moe` is looked up on first use, so that
+commands which need no torch (`--help`, a refused TOML) start at once.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""mega_moe: route tokens to experts across a process group, run the SwiGLU experts, bring the weighted sums back.
+"""mega_moe: send tokens to experts across a process group, run the SwiGLU experts, bring the sums back.
 
 Shape suffixes, here and below (as in torchtitan):
     T tokens of this rank   D model dim   F expert hidden dim   K experts per token
@@ -35,20 +35,21 @@ def mega_moe(
 ) -> torch.Tensor:
     """Dropless expert-parallel SwiGLU experts, differentiable in x, scores and the three weights.
 
-    A collective: every rank of `group` calls it, forward and backward, in the same order. T may differ between ranks
-    and may be 0.
+    A collective: every rank of `group` calls it, forward and backward, in the same order. T may differ
+    between ranks and may be 0.
 
     Args:
         x_TD: (T, D) floating point, this rank's tokens.
-        topk_expert_ids_TK: (T, K) int64 in [-1, num_experts); -1 leaves the slot without an expert (it adds nothing
-            and its score has gradient 0). Expert i lives on rank i // (num_experts / EP) of the group. The reference
-            checks the range; the fused backends do so on the device and never wait for the answer.
+        topk_expert_ids_TK: (T, K) int64 in [-1, num_experts); -1 leaves the slot without an expert (it adds
+            nothing and its score has gradient 0). Expert i lives on rank i // (num_experts / EP) of the
+            group. The reference checks the range; the fused backends do so on the device and never wait for
+            the answer.
         topk_scores_TK: (T, K) float32 (or float64), the weights of the sum.
-        w1_eFD, w2_eDF, w3_eFD: gate, down and up weights of this rank's e = num_experts / EP experts, one dtype.
+        w1_eFD, w2_eDF, w3_eFD: gate, down, up weights of this rank's e = num_experts / EP experts, one dtype.
         num_experts: E, over the whole group.
         group: the expert-parallel process group or its name; None: all experts are here (EP=1).
         backend: "auto", "triton", "deep_gemm" or "reference" (see op/backends.py).
-        compute_dtype: x, dy and the weights are cast to it on entry; products accumulate in float32 or better.
+        compute_dtype: x, dy and the weights are cast to it on entry; sums are float32 or better.
         keep: what the forward leaves for the backward: "activations" (what makes it fastest) or "inputs" (the
             backward recomputes the rest).
 
@@ -118,8 +119,8 @@ def _check_experts(num_experts: int, ep: int, e: int, K: int) -> None:
         )
     if e != num_experts // ep:
         raise ValueError(
-            f"mega_moe: w1 holds {e} experts, but {num_experts} experts over {ep} ranks are {num_experts // ep} each; "
-            "pass this rank's shard of the weights"
+            f"mega_moe: w1 holds {e} experts, but {num_experts} experts over {ep} ranks are "
+            f"{num_experts // ep} each; pass this rank's shard of the weights"
         )
     if not 1 <= K <= num_experts:
         raise ValueError(f"mega_moe: K={K} experts per token must be between 1 and num_experts={num_experts}")

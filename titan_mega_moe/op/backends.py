@@ -9,11 +9,11 @@ from typing import Protocol
 
 import torch
 from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 
 KEEP = ("activations", "inputs")
 
-# Each module holds one backend object named BACKEND. "auto" tries them in this order; the reference only on the CPU.
+# Each module holds one backend object named BACKEND. "auto" tries them in this order, the reference on the CPU.
 _MODULES = {
     "triton": "titan_mega_moe.op.triton",
     "deep_gemm": "titan_mega_moe.op.deep_gemm",
@@ -34,7 +34,7 @@ class Call:
     @property
     def group(self) -> ProcessGroup | None:
         """The expert-parallel group; None when all experts are here."""
-        return _resolve_process_group(self.group_name) if self.group_name else None
+        return _resolve_process_group(GroupName(self.group_name)) if self.group_name else None
 
     @property
     def ep_size(self) -> int:
@@ -49,7 +49,7 @@ class Call:
 class BufferPlan:
     """What a backend needs to know to allocate once, before training. Equal on every rank of the group.
 
-    max_tokens is the largest T of any rank and step; dim, hidden_dim are D, F; num_experts is E over the group.
+    max_tokens is the largest T of any rank and step; dim, hidden_dim are D, F; num_experts is E.
     reserved_sms are the GPU's multiprocessors that deep_gemm leaves to other streams (FSDP's collectives).
     """
 
@@ -67,7 +67,7 @@ class BufferPlan:
 class Backend(Protocol):
     """One implementation of the op. Shapes and meaning are those of `titan_mega_moe.op.mega_moe`.
 
-    forward and backward are collectives over the call's group and must not return tensors that alias their inputs.
+    forward and backward are collectives over the call's group; no result may alias an input.
     """
 
     name: str
@@ -114,11 +114,15 @@ class Backend(Protocol):
         """dx_TD, dscores_TK, dw1_eFD, dw2_eDF, dw3_eFD, each in the dtype of what it belongs to."""
 
     def prepare(self, plan: BufferPlan) -> None:
-        """Allocate what the plan needs, before training. A collective over the plan's group."""
+        """Allocate what the plan needs, before training. A collective over the plan's group.
+
+        Meeting an equal plan again costs nothing. A forward whose group and shapes were never planned plans for its
+        own largest T over the group, once: layers switched on by an override may not know their T beforehand.
+        """
 
 
 def load(name: str) -> Backend:
-    """The backend object of that name. Raises ValueError for an unknown name, ImportError if it cannot be imported."""
+    """The backend object of that name. Raises ValueError if unknown, ImportError if it cannot be imported."""
     if name not in _MODULES:
         raise ValueError(f"mega_moe: backend is {name!r}; it must be one of {', '.join(NAMES)}")
     return importlib.import_module(_MODULES[name]).BACKEND
@@ -147,17 +151,18 @@ def choose(name: str, device_type: str) -> str:
 @torch.compiler.assume_constant_result
 def group_size(group_name: str) -> int:
     """EP, the ranks of the named group; 1 for the empty name."""
-    return _resolve_process_group(group_name).size() if group_name else 1
+    return _resolve_process_group(GroupName(group_name)).size() if group_name else 1
 
 
 def automatic(device_type: str) -> tuple[str, str]:
     """The name that "auto" stands for on this device, and the reason for it.
 
-    Raises RuntimeError on a GPU where no fused backend runs: the reference is slow enough there to be asked for by name.
+    Raises RuntimeError on a GPU where no fused backend runs: the reference is slow there, so it has to be
+    asked for by name.
     """
     if device_type != "cuda":
         return "reference", f"the fused backends need a GPU, the device is {device_type}"
-    reasons = []
+    reasons: list[str] = []
     for name in ("triton", "deep_gemm"):
         reason = unavailable_reason(name, device_type)
         if reason is None:

@@ -1,7 +1,7 @@
 """The op as torch knows it: schema, fake implementation, autograd. What runs is the backend's.
 
-The forward returns what the backward wants kept as outputs, so that activation checkpointing and the compiler's
-partitioner see it, may save or drop it, and never have to run the communication again to get it.
+The forward returns what the backward wants kept as outputs, so that activation checkpointing and the
+compiler's partitioner see it, may save or drop it, and never have to run the communication again to get it.
 """
 
 from typing import Any
@@ -10,14 +10,12 @@ import torch
 
 from titan_mega_moe.op.backends import Call, load
 
-_ARGS = (
-    "Tensor x, Tensor ids, Tensor scores, Tensor w1, Tensor w2, Tensor w3, "
-    "{saved}int num_experts, str group, str backend, ScalarType compute_dtype, str keep"
-)
+_TENSORS = "Tensor x, Tensor ids, Tensor scores, Tensor w1, Tensor w2, Tensor w3"
+_STATIC = "int num_experts, str group, str backend, ScalarType compute_dtype, str keep"
 
 
 @torch.library.custom_op(
-    "titan_mega_moe::mega_moe", mutates_args=(), schema=f"({_ARGS.format(saved='')}) -> (Tensor, Tensor[])"
+    "titan_mega_moe::mega_moe", mutates_args=(), schema=f"({_TENSORS}, {_STATIC}) -> (Tensor, Tensor[])"
 )
 def mega_moe(
     x: torch.Tensor,
@@ -57,7 +55,7 @@ def _(
 @torch.library.custom_op(
     "titan_mega_moe::mega_moe_backward",
     mutates_args=(),
-    schema=f"(Tensor dy, {_ARGS.format(saved='Tensor[] saved, ')}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    schema=f"(Tensor dy, {_TENSORS}, Tensor[] saved, {_STATIC}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def mega_moe_backward(
     dy: torch.Tensor,

@@ -1,8 +1,10 @@
-"""What the op means, in torch collectives and matmuls: one all-to-all row per (token, slot), one matmul per expert.
+"""What the op means, in torch collectives and matmuls: one all-to-all row per (token, slot), one matmul per
+expert.
 
-Operands of every matmul are rounded to compute_dtype; everything between them, and every sum, is float32 (float64 when
-compute_dtype is). No sum depends on timing, so results repeat bit for bit. It keeps nothing for the backward, which
-sends x and dy together and computes g and u again, whatever `keep` says. It waits for the row counts on the host.
+Operands of every matmul are rounded to compute_dtype; everything between them, and every sum, is float32
+(float64 when compute_dtype is). No sum depends on timing, so results repeat bit for bit. It keeps nothing
+for the backward, which sends x and dy together and computes g and u again, whatever `keep` says. It waits
+for the row counts on the host.
 """
 
 from dataclasses import dataclass
@@ -157,7 +159,7 @@ def _wide(call: Call) -> torch.dtype:
 
 
 def _operand(call: Call, t: torch.Tensor) -> torch.Tensor:
-    """A matmul's operand: rounded to compute_dtype, held wide so that the product is exact and the sum float32."""
+    """A matmul's operand: rounded to compute_dtype, held wide so that products are exact and sums float32."""
     return t.to(call.compute_dtype).to(_wide(call))
 
 
@@ -168,7 +170,7 @@ def _check_ids(ids: torch.Tensor, num_experts: int) -> None:
     if low < -1 or high >= num_experts:
         wrong = low if low < -1 else high
         raise ValueError(
-            f"mega_moe: expert id {wrong} is outside [-1, {num_experts}); -1 stands for no expert in that slot"
+            f"mega_moe: expert id {wrong} is outside [-1, {num_experts}); -1 means no expert in that slot"
         )
 
 
