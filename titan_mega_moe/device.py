@@ -72,7 +72,7 @@ def prepared() -> str | None:
 
 
 def check(config: "Trainer.Config") -> None:
-    """Refuse what the prepared device cannot honour. On "cuda" that is nothing; `model_spec` may still be None.
+    """Refuse what the prepared device cannot honour: on "cuda", nothing. `model_spec` may still be None.
 
     Raises:
         ValueError: one sentence with the first such setting and what to set instead.
@@ -264,7 +264,7 @@ def _dense_attention(
     return_aux: Any,
     kernel_options: dict[str, Any],
 ) -> tuple[torch.Tensor, None]:
-    """FlexAttention's function for a mask alone. q [B, N, L, H], k and v [B, N or fewer, L, H] -> [B, N, L, H]."""
+    """FlexAttention's function for a mask alone: q (B, N, L, H), k and v (B, N or fewer, L, H) -> q's shape."""
     if score_mod is not None or return_aux.lse:
         raise NotImplementedError(
             "on the CPU attention takes a mask only: no score_mod, no log-sum-exp epilogue"

@@ -1,0 +1,144 @@
+"""Real text with no download: the source files of the running Python's standard library, and a tokenizer.
+
+Importing this module adds two datasets to TorchTitan's table, which `[dataloader] dataset` names:
+
+- "stdlib": about 95% of the files, "stdlib_validation": the rest. A file's name alone decides its part and
+  its place, so both are the same on every rank and in every run of one Python installation.
+- `dataset_path` reads the `.py` files of another folder instead.
+
+`[tokenizer] type = "StdlibTokenizer"` is a byte-level BPE trained on the first of the two when it is first
+built, and kept in the user's cache folder. Hugging Face datasets and tokenizers are TorchTitan's own affair
+and work as they do there: by name, by `dataset_path`, by `hf_assets_path`.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import sysconfig
+import tempfile
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import tokenizers
+from datasets import Dataset
+from torchtitan.components.tokenizer import HuggingFaceTokenizer
+from torchtitan.hf_datasets import DatasetConfig
+from torchtitan.hf_datasets.text_datasets import DATASETS
+from torchtitan.tools.logging import logger
+
+# Installed packages are not the library, and some distributions leave the library's own tests out.
+_EXCLUDED = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+_HELD_OUT = 20  # one file in this many
+_BOS, _EOS = "<|bos|>", "<|eos|>"
+
+
+def source_files(folder: str | Path, *, held_out: bool) -> list[Path]:
+    """The Python files of one part of `folder`, in training order: that of the digests of their names.
+
+    Raises:
+        FileNotFoundError: the folder has no Python source in that part (a zipped or stripped library).
+    """
+    folder = Path(folder)
+    digests = {}
+    for path in folder.rglob("*.py"):
+        name = path.relative_to(folder)
+        if not _EXCLUDED.intersection(name.parts):
+            digests[path] = hashlib.sha256(name.as_posix().encode()).digest()
+    # Each data-parallel rank reads a contiguous part: in alphabetical order that would be a few packages.
+    part = (path for path, digest in digests.items() if (digest[0] % _HELD_OUT == 0) == held_out)
+    files = sorted(part, key=digests.__getitem__)
+    if not files:
+        which = "held-out " if held_out else ""
+        raise FileNotFoundError(
+            f"no {which}Python source files in {folder}: give dataset_path a folder of them"
+        )
+    return files
+
+
+def load_sources(folder: str, *, held_out: bool) -> Dataset:
+    """One row a file, in training order: `name`, relative to `folder`, and `text`; no empty files."""
+    rows = (
+        (path.relative_to(folder).as_posix(), path.read_text("utf-8", "replace"))
+        for path in source_files(folder, held_out=held_out)
+    )
+    names, texts = zip(*((name, text) for name, text in rows if text.strip()), strict=True)
+    return Dataset.from_dict({"name": list(names), "text": list(texts)})
+
+
+def _text(row: dict[str, str]) -> str:
+    return row["text"]
+
+
+for _name, _held_out in (("stdlib", False), ("stdlib_validation", True)):
+    DATASETS[_name] = DatasetConfig(
+        path=sysconfig.get_path("stdlib"),
+        loader=partial(load_sources, held_out=_held_out),
+        sample_processor=_text,
+    )
+
+
+class StdlibTokenizer(HuggingFaceTokenizer):
+    """Byte-level BPE trained on the "stdlib" dataset; any text round-trips.
+
+    TorchTitan passes `hf_assets_path` when it builds a tokenizer; this one has no use for it.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(HuggingFaceTokenizer.Config):
+        vocab_size: int = 2048
+        """Tokens in all: 256 bytes, 2 marks for the ends of a document, the rest merges"""
+
+        def __post_init__(self) -> None:
+            if self.vocab_size < 258:
+                raise ValueError(
+                    f"tokenizer.vocab_size is {self.vocab_size}: 258 is the least, for bytes and marks"
+                )
+
+    def __init__(self, config: Config, *, tokenizer_path: str = "") -> None:
+        super().__init__(config, tokenizer_path=str(trained_tokenizer(config.vocab_size)))
+
+
+def trained_tokenizer(vocab_size: int) -> Path:
+    """The folder of the tokenizer's files, trained now if this corpus and vocabulary size have none yet.
+
+    Ranks that come here together each train one; the first to finish puts its folder in place for all.
+    """
+    texts = load_sources(sysconfig.get_path("stdlib"), held_out=False)["text"]
+    key = hashlib.sha256(f"{tokenizers.__version__} {vocab_size}".encode())
+    for text in texts:
+        key.update(text.encode())
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "titan_mega_moe"
+    folder = cache / f"stdlib-bpe-{vocab_size}-{key.hexdigest()[:16]}"
+    if not folder.exists():
+        logger.info(f"Training a tokenizer of {vocab_size} tokens on {len(texts)} files, kept in {folder}")
+        cache.mkdir(parents=True, exist_ok=True)
+        unfinished = Path(tempfile.mkdtemp(dir=cache))
+        _train(texts, vocab_size, unfinished)
+        try:
+            unfinished.rename(folder)
+        except OSError:
+            # Renaming onto a folder that is not empty fails: another rank was first.
+            if not folder.exists():
+                raise
+            shutil.rmtree(unfinished)
+    return folder
+
+
+def _train(texts: list[str], vocab_size: int, folder: Path) -> None:
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.train_from_iterator(
+        texts,
+        tokenizers.trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=[_BOS, _EOS],
+            initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": _BOS, "eos_token": _EOS}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
