@@ -13,13 +13,18 @@ from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 
 KEEP = ("activations", "inputs")
 
-# Each module holds one backend object named BACKEND. "auto" tries them in this order, the reference on the CPU.
+# Each module holds one backend object, BACKEND. "auto" tries them in this order, the reference on the CPU.
 _MODULES = {
     "triton": "titan_mega_moe.op.triton",
     "deep_gemm": "titan_mega_moe.op.deep_gemm",
     "reference": "titan_mega_moe.op.reference",
 }
 NAMES = ("auto", *_MODULES)
+
+
+def group_of(name: str) -> ProcessGroup | None:
+    """The process group of that name; None for the empty name, which stands for EP=1."""
+    return _resolve_process_group(GroupName(name)) if name else None
 
 
 @dataclass(frozen=True)
@@ -34,7 +39,7 @@ class Call:
     @property
     def group(self) -> ProcessGroup | None:
         """The expert-parallel group; None when all experts are here."""
-        return _resolve_process_group(GroupName(self.group_name)) if self.group_name else None
+        return group_of(self.group_name)
 
     @property
     def ep_size(self) -> int:
@@ -116,8 +121,9 @@ class Backend(Protocol):
     def prepare(self, plan: BufferPlan) -> None:
         """Allocate what the plan needs, before training. A collective over the plan's group.
 
-        Meeting an equal plan again costs nothing. A forward whose group and shapes were never planned plans for its
-        own largest T over the group, once: layers switched on by an override may not know their T beforehand.
+        Meeting an equal plan again costs nothing. A forward whose group and shapes were never planned plans
+        for its own largest T over the group, once: layers switched on by an override may not know their T
+        beforehand.
         """
 
 
