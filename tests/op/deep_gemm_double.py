@@ -1,11 +1,11 @@
 """A stand-in for a DeepGEMM build with a trainable Mega MoE: its interface, written with torch.
 
-It computes the real thing in float32 over the buffer's group, on the CPU, and writes down every call. What the
-real kernels leave undefined is made to hurt: after each launch the buffer holds NaN and ids that do not exist,
-and score gradients of slots without an expert are NaN.
+It computes the real thing in float32 over the buffer's group, on the CPU, and writes down every call. What
+the real kernels leave undefined is made to hurt: after each launch the buffer holds NaN and ids that do not
+exist, and score gradients of slots without an expert are NaN.
 
-Copied to a folder on the path as deep_gemm.py it is importable as the real one is; `variant` makes builds that
-lack something.
+Copied to a folder on the path as deep_gemm.py it is importable as the real one is; `variant` makes builds
+that lack something.
 """
 
 import sys

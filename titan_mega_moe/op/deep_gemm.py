@@ -1,17 +1,18 @@
 """The deep_gemm backend: hand the layer to an installed DeepGEMM build whose Mega MoE can train.
 
-The build brings the kernels and their symmetric buffer. This file decides whether the build and the GPU will do, keeps
-one buffer per shape for all layers, copies a call's inputs into it and lays out weights and gradients.
+The build brings the kernels and their symmetric buffer. This file decides whether the build and the GPU will
+do, keeps one buffer per shape for all layers, copies a call's inputs into it and lays out weights and gradients.
 
-    l1_eGD  gate and up rows of each expert in one tensor, G = 2F: gate then up when the build takes the natural
-            layout, else groups of 8 rows in turn (gate 0-7, up 0-7, gate 8-15, ...)
+    l1_eGD  gate and up rows of each expert in one tensor, G = 2F: gate then up when the build takes the
+            natural layout, else groups of 8 rows in turn (gate 0-7, up 0-7, gate 8-15, ...)
     l2_eDF  w2 as it is
 
 What the layout costs: w1 and w3 are separate parameters, so l1 is a copy of e*2F*D*2 bytes.
-- float32 weights: nothing more than the cast to bf16 that is due anyway, as `pack` casts while it places the rows.
-- bf16 weights: one read and write of l1 in the forward, and again in the backward unless keep="activations" holds it.
-- gradients: one copy takes dw1 and dw3 apart. Autograd would otherwise make it, since a strided slice of the packed
-  gradient cannot become a parameter's gradient.
+- float32 weights: nothing more than the cast to bf16 that is due anyway: `pack` casts while it places the rows.
+- bf16 weights: one read and write of l1 in the forward, and again in the backward unless keep="activations"
+  holds it.
+- gradients: one copy takes dw1 and dw3 apart. Autograd would otherwise make it, since a strided slice of the
+  packed gradient cannot become a parameter's gradient.
 """
 
 import importlib
@@ -81,9 +82,7 @@ def inspect_build(module: ModuleType) -> Build | str:
     accepted = {name: _parameters(getattr(module, name)) for name in FUNCTIONS}
     for name, needed in FUNCTIONS.items():
         if lacking := sorted(needed - accepted[name]):
-            return (
-                f"{name} of {package} does not take {' and '.join(lacking)}, so it cannot be called; {REMEDY}"
-            )
+            return f"{name} of {package} does not take {' and '.join(lacking)}; {REMEDY}"
     both = accepted["bf16_mega_moe"] & accepted["bf16_mega_moe_backward"]
     return Build(module, package, "l1_natural_layout" in both, "deterministic" in both)
 
@@ -144,8 +143,8 @@ def _launch_sms(plan: BufferPlan) -> int:
     total = sm_count(plan.device)
     if not 0 <= plan.reserved_sms < total or (total - plan.reserved_sms) % 2:
         raise ValueError(
-            f"mega_moe: reserved_sms={plan.reserved_sms} of the GPU's {total} SMs does not leave deep_gemm an even "
-            "number of at least 2; choose a smaller even number"
+            f"mega_moe: reserved_sms={plan.reserved_sms} of the GPU's {total} SMs does not leave deep_gemm an "
+            "even number of at least 2; choose a smaller even number"
         )
     return total - plan.reserved_sms
 
@@ -177,7 +176,7 @@ class DeepGemm:
     def prepare(self, plan: BufferPlan) -> None:
         """Allocate the plan's buffer unless one of its shape holds as many tokens.
 
-        Raises ValueError for sizes that the kernels do not take, RuntimeError without a build or process group.
+        Raises ValueError for sizes that the kernels do not take, RuntimeError without a build or a group.
         """
         build = self._build()
         if reason := shape_reason(plan.dim, plan.hidden_dim):
@@ -189,8 +188,9 @@ class DeepGemm:
             return
         if held is not None:
             held.destroy()
-        # Before the buffer is made, as its size may follow from the number of SMs. The kernels wait for their whole
-        # grid: a collective of FSDP's that holds an SM they count on, and waits for its peers, would be a deadlock.
+        # Before the buffer is made, as its size may follow from the number of SMs. The kernels wait for their
+        # whole grid: a collective of FSDP's that holds an SM they count on, and waits for its peers, would be
+        # a deadlock.
         build.module.set_num_sms(_launch_sms(plan))
         self._buffers[key] = build.module.get_symm_buffer_for_mega_moe(
             _process_group(group_of(plan.group_name)),
@@ -300,11 +300,12 @@ class DeepGemm:
         (T, D), K, F = x_TD.shape, ids_TK.shape[1], w1_eFD.shape[1]
         if call.compute_dtype != torch.bfloat16:
             raise ValueError(
-                f'mega_moe: deep_gemm computes in bfloat16, not {call.compute_dtype}; set backend = "reference"'
+                f"mega_moe: deep_gemm computes in bfloat16, not {call.compute_dtype}; "
+                'set backend = "reference"'
             )
         if w1_eFD.dtype not in (torch.bfloat16, torch.float32):
             raise ValueError(
-                f"mega_moe: deep_gemm gives gradients of bfloat16 or float32 weights, these are {w1_eFD.dtype}; "
+                f"mega_moe: deep_gemm trains bfloat16 or float32 weights, these are {w1_eFD.dtype}; "
                 'set backend = "reference"'
             )
         key = (call.group_name, call.num_experts, D, F, K)
@@ -315,7 +316,8 @@ class DeepGemm:
         capacity = buffer.x.shape[0]
         if capacity < T:
             raise ValueError(
-                f"mega_moe: T={T} tokens do not fit the deep_gemm buffer, built for {capacity}; raise max_tokens"
+                f"mega_moe: T={T} tokens do not fit the deep_gemm buffer, built for {capacity}; "
+                "raise max_tokens"
             )
         buffer.x[:T].copy_(x_TD)
         buffer.topk_idx[:T].copy_(ids_TK)
