@@ -1,14 +1,15 @@
 """The deep_gemm backend: hand the layer to an installed DeepGEMM build whose Mega MoE can train.
 
 The build brings the kernels and their symmetric buffer. This file decides whether the build and the GPU will
-do, keeps one buffer per shape for all layers, copies a call's inputs into it and lays out weights and gradients.
+do, keeps one buffer per shape for all layers, copies a call's inputs into it and lays out weights and
+gradients.
 
     l1_eGD  gate and up rows of each expert in one tensor, G = 2F: gate then up when the build takes the
             natural layout, else groups of 8 rows in turn (gate 0-7, up 0-7, gate 8-15, ...)
     l2_eDF  w2 as it is
 
 What the layout costs: w1 and w3 are separate parameters, so l1 is a copy of e*2F*D*2 bytes.
-- float32 weights: nothing more than the cast to bf16 that is due anyway: `pack` casts while it places the rows.
+- float32 weights: no more than the cast to bf16 that is due anyway: `pack` casts while it places the rows.
 - bf16 weights: one read and write of l1 in the forward, and again in the backward unless keep="activations"
   holds it.
 - gradients: one copy takes dw1 and dw3 apart. Autograd would otherwise make it, since a strided slice of the
@@ -143,8 +144,8 @@ def _launch_sms(plan: BufferPlan) -> int:
     total = sm_count(plan.device)
     if not 0 <= plan.reserved_sms < total or (total - plan.reserved_sms) % 2:
         raise ValueError(
-            f"mega_moe: reserved_sms={plan.reserved_sms} of the GPU's {total} SMs does not leave deep_gemm an "
-            "even number of at least 2; choose a smaller even number"
+            f"mega_moe: reserved_sms={plan.reserved_sms} of the GPU's {total} SMs does not leave deep_gemm "
+            "an even number of at least 2; choose a smaller even number"
         )
     return total - plan.reserved_sms
 
