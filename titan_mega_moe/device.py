@@ -5,7 +5,8 @@
     from torchtitan.trainer import Trainer
     ...
     config = Trainer.Config(training=TrainingConfig(disable_cuda_graphs=True, ...), ...)
-    device.check(config)              # refuses settings that only a GPU can honour
+    if reason := device.refusal_reason(config):   # a setting that only a GPU can honour
+        raise ValueError(reason)
     trainer = config.build()          # any number of ranks, on gloo
 
 TorchTitan 0.3 takes the device "cuda" when a machine has no accelerator, and stops at its first use of
@@ -71,14 +72,13 @@ def prepared() -> str | None:
     return _prepared
 
 
-def check(config: "Trainer.Config") -> None:
-    """Refuse what the prepared device cannot honour: on "cuda", nothing. `model_spec` may still be None.
+def refusal_reason(config: "Trainer.Config") -> str | None:
+    """One sentence with the first setting of `config` that the prepared device cannot honour, or None.
 
-    Raises:
-        ValueError: one sentence with the first such setting and what to set instead.
+    On "cuda" nothing is refused here. `config.model_spec` may still be None.
     """
     if _prepared != "cpu":
-        return
+        return None
     # Imported here: prepare() has to come first.
     from torchtitan.components.quantization.utils import has_quantization
     from torchtitan.models.common.attention import VarlenAttention
@@ -130,7 +130,8 @@ def check(config: "Trainer.Config") -> None:
         ]
     for asked, feature, remedy in refused:
         if asked:
-            raise ValueError(f"{feature} needs a GPU and the device is 'cpu': {remedy}")
+            return f"{feature} needs a GPU and the device is 'cpu': {remedy}"
+    return None
 
 
 class _CpuDevice:
@@ -264,7 +265,7 @@ def _dense_attention(
     return_aux: Any,
     kernel_options: dict[str, Any],
 ) -> tuple[torch.Tensor, None]:
-    """FlexAttention's function for a mask alone: q (B, N, L, H), k and v (B, N or fewer, L, H) -> q's shape."""
+    """FlexAttention's function for a mask alone: q (B, N, L, H), k and v with N or fewer heads -> like q."""
     if score_mod is not None or return_aux.lse:
         raise NotImplementedError(
             "on the CPU attention takes a mask only: no score_mod, no log-sum-exp epilogue"
