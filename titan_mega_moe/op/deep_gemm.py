@@ -167,8 +167,8 @@ class DeepGemm:
     name = "deep_gemm"
 
     def __init__(self) -> None:
-        # (group name, E, D, F, K) -> the build's buffer, for every layer of that shape.
-        self._buffers: dict[tuple[str, int, int, int, int], Any] = {}
+        # (group, E, D, F, K) -> the build's buffer, for every layer of that shape.
+        self._buffers: dict[tuple[dist.ProcessGroup | None, int, int, int, int], Any] = {}
 
     def unavailable_reason(self, device: torch.device) -> str | None:
         build = find_build()
@@ -182,7 +182,8 @@ class DeepGemm:
         build = self._build()
         if reason := shape_reason(plan.dim, plan.hidden_dim):
             raise ValueError(f"mega_moe: {reason}")
-        key = (plan.group_name, plan.num_experts, plan.dim, plan.hidden_dim, plan.top_k)
+        group = group_of(plan.group_name)
+        key = (group or dist.group.WORLD, plan.num_experts, plan.dim, plan.hidden_dim, plan.top_k)
         held = self._buffers.pop(key, None)
         if held is not None and held.x.shape[0] >= plan.max_tokens:
             self._buffers[key] = held
@@ -194,7 +195,7 @@ class DeepGemm:
         # a deadlock.
         build.module.set_num_sms(_launch_sms(plan))
         self._buffers[key] = build.module.get_symm_buffer_for_mega_moe(
-            _process_group(group_of(plan.group_name)),
+            _process_group(group),
             plan.num_experts,
             plan.max_tokens,
             plan.top_k,
@@ -309,7 +310,7 @@ class DeepGemm:
                 f"mega_moe: deep_gemm trains bfloat16 or float32 weights, these are {w1_eFD.dtype}; "
                 'set backend = "reference"'
             )
-        key = (call.group_name, call.num_experts, D, F, K)
+        key = (call.group or dist.group.WORLD, call.num_experts, D, F, K)
         if key not in self._buffers:  # on no rank of the group, as prepare is a collective
             most = _largest(call, T, x_TD.device)
             self.prepare(BufferPlan(call.group_name, x_TD.device, most, D, F, call.num_experts, K, call.keep))
