@@ -1,0 +1,58 @@
+"""Regenerates torchtitan_0_2_schema.json: every section.key of the TOML files of torchtitan 0.1.0 to 0.2.2, with its default.
+
+    python tests/config/old_schema.py
+
+downloads each wheel with pip, reads the dataclasses out of its config module without importing it, and writes name and default
+(null where the default is computed, as it is for an empty list) for each version. Nothing else of the wheels is kept.
+"""
+
+import ast
+import json
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+VERSIONS = ("0.1.0", "0.2.0", "0.2.1", "0.2.2")
+SCHEMA = Path(__file__).with_name("torchtitan_0_2_schema.json")
+
+
+def config_source(version: str, folder: str) -> str:
+    """The text of the module that holds torchtitan `version`'s JobConfig."""
+    pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", folder]
+    subprocess.run([*pip, f"torchtitan=={version}"], check=True)
+    with zipfile.ZipFile(next(Path(folder).glob(f"torchtitan-{version}-*.whl"))) as wheel:
+        names = set(wheel.namelist())
+        name = next(
+            n for n in ("torchtitan/config/job_config.py", "torchtitan/config_manager.py") if n in names
+        )
+        return wheel.read(name).decode()
+
+
+def schema(source: str) -> dict[str, object]:
+    """{"section.key": default} of the JobConfig dataclass in `source`; nested dataclasses give "section.part.key"."""
+    classes = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
+
+    def walk(class_name: str, prefix: str) -> dict[str, object]:
+        found: dict[str, object] = {}
+        for node in classes[class_name].body:
+            if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
+                continue
+            name = f"{prefix}{node.target.id}"
+            if isinstance(node.annotation, ast.Name) and node.annotation.id in classes:
+                found |= walk(node.annotation.id, f"{name}.")
+            else:
+                try:
+                    found[name] = ast.literal_eval(node.value) if node.value else None
+                except ValueError:
+                    found[name] = None
+        return found
+
+    return walk("JobConfig", "")
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        tables = {version: schema(config_source(version, folder)) for version in VERSIONS}
+    SCHEMA.write_text(json.dumps(tables, indent=1) + "\n")

@@ -1,0 +1,41 @@
+"""The command line: `titan-mega-moe COMMAND ...`, also `python -m titan_mega_moe` and under torchrun."""
+
+import importlib
+import os
+import sys
+
+from titan_mega_moe import launch
+from titan_mega_moe.config.source import ConfigError
+from titan_mega_moe.version import __version__
+
+# name -> (module with main(args: list[str]) -> exit code, one line of help); imported when it is asked for.
+COMMANDS = {
+    "train": ("titan_mega_moe.train", "train the model that a TOML file describes"),
+}
+
+
+def main(args: list[str] | None = None) -> int:
+    """Run one command. Returns its exit code; 2 is bad input, told in one line on stderr."""
+    launch.die_with_launcher()
+    name, *rest = (sys.argv[1:] if args is None else args) or ["--help"]
+    if name in ("-h", "--help"):
+        print(_usage())
+        return 0
+    if name == "--version":
+        print(__version__)
+        return 0
+    if name not in COMMANDS:
+        print(f"titan-mega-moe: unknown command {name!r}; known: {', '.join(COMMANDS)}", file=sys.stderr)
+        return 2
+    try:
+        return importlib.import_module(COMMANDS[name][0]).main(rest)
+    except ConfigError as error:
+        # Every rank of a node refuses the same input: one of them says so.
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(error, file=sys.stderr)
+        return 2
+
+
+def _usage() -> str:
+    commands = "\n".join(f"  {name:8} {text}" for name, (_, text) in COMMANDS.items())
+    return f"usage: titan-mega-moe COMMAND ...\n\n{commands}\n\ntitan-mega-moe COMMAND --help says more."

@@ -1,0 +1,228 @@
+"""Values that have the right type and yet cannot work: what torchtitan would crash on after every rank has started, or ignore.
+
+`RANGES` holds one rule for a key; the functions hold rules between keys. Each raises KeyProblem with one sentence.
+"""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.pipelining.schedules import get_schedule_class
+from torchtitan.components.dataloader import ParallelAwareDataloader
+from torchtitan.components.loss import ChunkedLossWrapper
+from torchtitan.components.tokenizer import HuggingFaceTokenizer
+from torchtitan.distributed import ParallelDims
+from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataLoader
+from torchtitan.models.common.moe import GroupedExperts
+
+from titan_mega_moe.config import schema
+from titan_mega_moe.config.run_config import RunConfig
+from titan_mega_moe.config.source import Key, KeyProblem
+
+Rule = tuple[Callable[[Any], bool], str]
+
+
+def at_least(least: float, *also: float) -> Rule:
+    words = " or ".join([f"at least {least}", *map(str, also)])
+    return lambda v: v >= least or v in also, words
+
+
+def between(low: float, high: float) -> Rule:
+    return lambda v: low <= v <= high, f"from {low} to {high}"
+
+
+def one_of(*names: str) -> Rule:
+    return lambda v: v in names, "one of " + ", ".join(map(repr, names))
+
+
+POSITIVE: Rule = (lambda v: v > 0, "above 0")
+
+RANGES: dict[str, Rule] = {
+    "model.layers": at_least(1),
+    "device.ranks": at_least(1),
+    "training.local_batch_size": at_least(1),
+    "training.global_batch_size": at_least(1, -1),
+    "training.seq_len": at_least(1),
+    "training.steps": at_least(1),
+    "training.max_norm": POSITIVE,
+    "training.gc_freq": at_least(1),
+    "parallelism.data_parallel_replicate_degree": at_least(1),
+    "parallelism.data_parallel_shard_degree": at_least(1, -1),
+    "parallelism.tensor_parallel_degree": at_least(1),
+    "parallelism.context_parallel_degree": at_least(1),
+    "parallelism.pipeline_parallel_degree": at_least(1),
+    "parallelism.expert_parallel_degree": at_least(1),
+    "parallelism.pipeline_parallel_microbatch_size": at_least(1),
+    "parallelism.pipeline_parallel_layers_per_stage": at_least(1),
+    "parallelism.pipeline_parallel_first_stage_less_layers": at_least(0),
+    "parallelism.pipeline_parallel_last_stage_less_layers": at_least(0),
+    "parallelism.context_parallel_load_balancer": one_of("headtail", "ptrr"),
+    "lr_scheduler.warmup_steps": at_least(0),
+    "lr_scheduler.total_steps": at_least(1),
+    "lr_scheduler.decay_ratio": between(0, 1),
+    "lr_scheduler.min_lr_factor": between(0, 1),
+    "activation_checkpoint.memory_budget": between(0, 1),
+    "activation_checkpoint.determinism_check": one_of("default", "none"),
+    "checkpoint.load_step": at_least(0, -1),
+    "comm.init_timeout_seconds": at_least(1),
+    "comm.train_timeout_seconds": at_least(1),
+    "comm.trace_buf_size": at_least(0),
+    "metrics.log_freq": at_least(1),
+    "profiler.profile_freq": at_least(1),
+    "profiler.profiler_active": at_least(1),
+    "profiler.profiler_warmup": at_least(0),
+    "profiler.profiler_repeat": at_least(0),
+    "profiler.profiler_skip_first": at_least(0),
+    "profiler.profiler_skip_first_wait": at_least(0),
+    "profiler.memory_snapshot_freq": at_least(1),
+    "profiler.memory_snapshot_max_entries": at_least(1),
+    "validator.freq": at_least(1),
+    "validator.steps": at_least(1, -1),
+    "debug.seed": between(0, 2**63 - 1),
+    "loss.num_chunks": at_least(1),
+}
+LOADER: dict[str, Rule] = {"num_workers": at_least(0), "prefetch_factor": at_least(1), "weight": POSITIVE}
+OPTIMIZER: dict[str, Rule] = {"lr": POSITIVE, "eps": at_least(0), "weight_decay": at_least(0)}
+
+
+def check(config: RunConfig) -> None:
+    """Raise KeyProblem for the first value of `config` that cannot work with any number of ranks."""
+    for dotted, rule in RANGES.items():
+        key = tuple(dotted.split("."))
+        held: Any = config
+        for name in key:
+            held = getattr(held, name, None)
+        _apply(rule, held, key)
+    _check_optimizer(config)
+    for key, loader in _loaders(config):
+        _check_loader(loader, key)
+    _check_loss(config)
+    _check_compile(config)
+    _check_schedules(config)
+
+
+def check_world(config: RunConfig, world_size: int) -> None:
+    """Raise KeyProblem for the first value of `config` that cannot work on `world_size` ranks, or a missing asset."""
+    p, training = config.parallelism, config.training
+    try:
+        dims = ParallelDims.from_config(p, world_size)
+    except AssertionError as error:
+        raise KeyProblem(("parallelism",), f"does not fit {world_size} ranks: {error}") from None
+    sharded = dims.dp_shard * dims.cp * dims.tp
+    if sharded % dims.ep:
+        text = f"{dims.ep} does not divide data_parallel_shard * context * tensor degree = {sharded}"
+        raise KeyProblem(("parallelism", "expert_parallel_degree"), f"{text} on {world_size} ranks")
+    batch = training.local_batch_size * dims.dp_replicate * dims.dp_shard
+    if training.global_batch_size != -1 and training.global_batch_size % batch:
+        text = f"{training.global_batch_size} is no multiple of local_batch_size * data-parallel degree = {batch}"
+        raise KeyProblem(("training", "global_batch_size"), text)
+    assert config.model_spec is not None
+    for _, experts, _, _ in config.model_spec.traverse(GroupedExperts.Config):
+        if experts.num_experts % dims.ep:  # type: ignore[attr-defined]
+            text = f"{dims.ep} does not divide the model's {experts.num_experts} experts"  # type: ignore[attr-defined]
+            raise KeyProblem(("parallelism", "expert_parallel_degree"), text)
+    if config.checkpoint.create_seed_checkpoint and (world_size > 1 or not config.checkpoint.enable):
+        text = f"needs checkpoint.enable = true and one rank, not {world_size}"
+        raise KeyProblem(("checkpoint", "create_seed_checkpoint"), text)
+    path = config.hf_assets_path
+    if type(config.tokenizer) is HuggingFaceTokenizer.Config and not os.path.isdir(path):
+        raise KeyProblem(
+            ("hf_assets_path",), f"{path!r} is no folder; download the model's tokenizer and files there"
+        )
+
+
+def _apply(rule: Rule, value: Any, key: Key) -> None:
+    allowed, words = rule
+    if value is not None and not allowed(value):
+        raise KeyProblem(key, f"expected {words}, got {value!r}")
+
+
+def _check_optimizer(config: RunConfig) -> None:
+    if not config.optimizer.param_groups:
+        raise KeyProblem(("optimizer", "param_groups"), "is empty: no parameter would be trained")
+    for i, group in enumerate(config.optimizer.param_groups):
+        key: Key = ("optimizer", "param_groups", i)
+        schema.check_group(group, key)
+        for name, rule in OPTIMIZER.items():
+            value = group.optimizer_kwargs.get(name)
+            # A shorthand key is written [optimizer] lr; a sole catch-all group is reported that way.
+            at = (
+                ("optimizer", name)
+                if len(config.optimizer.param_groups) == 1
+                else (*key, "optimizer_kwargs", name)
+            )
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+                raise KeyProblem(at, f"expected a number, got {value!r}")
+            _apply(rule, value, at)
+        for beta in group.optimizer_kwargs.get("betas", ()):
+            if not 0 <= beta < 1:
+                raise KeyProblem(("optimizer", "betas"), f"expected values from 0 to below 1, got {beta!r}")
+
+
+def _loaders(config: RunConfig) -> list[tuple[Key, Any]]:
+    roots: list[tuple[Key, Any]] = [(("dataloader",), config.dataloader)]
+    if config.validator.enable:
+        roots.append((("validator", "dataloader"), config.validator.dataloader))
+    for key, loader in list(roots):
+        sources = getattr(loader, "sources", ())
+        roots += [((*key, "sources", i), source) for i, source in enumerate(sources)]
+    return roots
+
+
+def _check_loader(loader: Any, key: Key) -> None:
+    for name, rule in LOADER.items():
+        _apply(rule, getattr(loader, name, None), (*key, name))
+    if isinstance(loader, HuggingFaceTextDataLoader.Config) and loader.dataset.lower() not in DATASETS:
+        near = schema.nearest(loader.dataset, list(DATASETS))
+        known = ", ".join(map(repr, DATASETS))
+        raise KeyProblem(
+            (*key, "dataset"), f"unknown dataset {loader.dataset!r}{near or f'; known: {known}'}"
+        )
+    if isinstance(loader, ParallelAwareDataloader.Config) and not loader.num_workers:
+        for name in ("persistent_workers", "prefetch_factor"):
+            if getattr(loader, name):
+                raise KeyProblem(
+                    (*key, name), "has no effect with num_workers = 0: set num_workers or take it out"
+                )
+
+
+def _check_loss(config: RunConfig) -> None:
+    loss = config.loss
+    if not isinstance(loss, ChunkedLossWrapper.Config):
+        return
+    if isinstance(loss.loss_fn, ChunkedLossWrapper.Config):
+        raise KeyProblem(
+            ("loss", "loss_fn", "type"), "a chunked loss cannot hold another: use 'CrossEntropyLoss'"
+        )
+    local = config.training.seq_len // config.parallelism.context_parallel_degree
+    if local % loss.num_chunks:
+        text = f"{loss.num_chunks} does not divide the local sequence length {local}"
+        raise KeyProblem(("loss", "num_chunks"), text)
+
+
+def _check_compile(config: RunConfig) -> None:
+    for name in config.compile.components:
+        _apply(one_of("model", "loss"), name, ("compile", "components"))
+    if config.compile.enable and config.compile.backend not in torch._dynamo.list_backends(exclude_tags=()):
+        raise KeyProblem(("compile", "backend"), f"torch.compile has no backend {config.compile.backend!r}")
+
+
+def _check_schedules(config: RunConfig) -> None:
+    p, profiler = config.parallelism, config.profiler
+    if (
+        profiler.enable_profiling
+        and profiler.profile_freq < profiler.profiler_warmup + profiler.profiler_active
+    ):
+        text = f"{profiler.profile_freq} is less than profiler_warmup + profiler_active"
+        raise KeyProblem(("profiler", "profile_freq"), text)
+    try:
+        get_schedule_class(p.pipeline_parallel_schedule)
+    except ValueError as error:
+        raise KeyProblem(("parallelism", "pipeline_parallel_schedule"), str(error)) from None
+    divisor = (p.tensor_parallel_degree if p.enable_sequence_parallel else 1) * (
+        2 * p.context_parallel_degree if p.context_parallel_degree > 1 else 1
+    )
+    if config.training.seq_len % divisor:
+        text = f"{config.training.seq_len} is no multiple of {divisor}, which sequence and context parallelism need"
+        raise KeyProblem(("training", "seq_len"), text)

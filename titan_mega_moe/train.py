@@ -1,0 +1,119 @@
+"""`titan-mega-moe train FILE`: torchtitan's training of the model that a TOML file describes.
+
+Under torchrun (RANK is set) this process is one rank. Otherwise it checks the configuration, saves it in the run's
+dump folder and starts the ranks from there.
+"""
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from titan_mega_moe import config, device
+from titan_mega_moe.config import ConfigError
+from titan_mega_moe.launch import launch
+
+if TYPE_CHECKING:
+    from titan_mega_moe.config.run_config import RunConfig
+
+USAGE = """usage: titan-mega-moe train FILE [--print-config] [--section.key value ...]
+
+  FILE              a TOML file, see train_configs/; files of torchtitan 0.1 and 0.2 are read too
+  --print-config    print the whole resolved configuration as TOML and stop
+  --section.key     any key of the file, e.g. --training.steps 20 --mega_moe.backend upstream --model.layers 4"""
+
+
+def main(args: list[str]) -> int:
+    """Train. Returns the exit code. Raises ConfigError for input that cannot be trained from."""
+    if not args or args[0] in ("-h", "--help"):
+        print(USAGE, file=sys.stdout if args else sys.stderr)
+        return 0 if args else 2
+    path, *overrides = args
+    if path.startswith("-"):
+        raise ConfigError(f"titan-mega-moe train: the TOML file comes first, got {path!r}")
+    if "--print-config" in overrides:
+        overrides.remove("--print-config")
+        print(config.to_toml(config.load(path, overrides)), end="")
+        return 0
+    kind = config.device_kind(path, overrides)
+    try:
+        device.prepare(kind)
+    except RuntimeError as error:
+        config.load(path, overrides)  # what is wrong with the file is said first
+        raise ConfigError(f"{path}: [device] kind: {error}") from None
+
+    from torchtitan.tools.logging import init_logger, logger
+
+    init_logger()
+    under_torchrun = "RANK" in os.environ
+    if not under_torchrun:
+        logger.setLevel("WARNING")  # the launcher has warnings to give about the file, and no steps to report
+    resolved = config.load(path, overrides)
+    ranks = int(os.environ["WORLD_SIZE"]) if under_torchrun else rank_count(resolved, path)
+    config.check_world(resolved, ranks, path)
+    saved = Path(resolved.dump_folder) / "config.toml"
+    if not under_torchrun:
+        save(resolved, saved)
+        return launch(["-m", "titan_mega_moe", "train", str(saved)], ranks, saved.with_name("ranks"))
+    if os.environ["RANK"] == "0" and Path(path).absolute() != saved.absolute():
+        save(resolved, saved)
+    train(resolved)
+    return 0
+
+
+def rank_count(resolved: "RunConfig", path: str | Path) -> int:
+    """How many ranks to start here: [device] ranks, else one per visible GPU or what the parallel degrees need."""
+    if resolved.device.kind == "cpu":
+        return resolved.ranks()
+    import torch
+
+    visible = torch.cuda.device_count()
+    ranks = resolved.device.ranks or visible
+    if ranks > visible:
+        raise ConfigError(
+            f"{path}: [device] ranks: {ranks} ranks need as many GPUs and {visible} are visible"
+        )
+    return ranks
+
+
+def save(resolved: "RunConfig", path: Path) -> None:
+    """Write `resolved` as TOML that `train` takes, whole or not at all."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
+            file.write(config.to_toml(resolved))
+        os.replace(file.name, path)
+    except OSError as error:
+        raise ConfigError(f"dump_folder: {str(path.parent)!r} cannot be written: {error.strerror}") from None
+
+
+def train(resolved: "RunConfig") -> None:
+    """Train on this rank and leave no process group behind: what torchtitan's own train.py does with its configuration."""
+    import torch
+    from torch.distributed.elastic.multiprocessing.errors import record
+    from torchtitan.observability import structured_logger as sl
+    from torchtitan.tools.logging import logger
+
+    @record
+    def run() -> None:
+        sl.init_structured_logger(
+            source="training",
+            output_dir=resolved.dump_folder,
+            enable=resolved.debug.enable_structured_logging,
+        )
+        if resolved.comm.mode == "local_tensor":
+            logger.info("Local tensor mode: nothing is trained")
+            return
+        trainer = resolved.build()
+        try:
+            if resolved.checkpoint.create_seed_checkpoint:
+                trainer.checkpointer.save(curr_step=0, last_step=True)
+            else:
+                trainer.train()
+        finally:
+            trainer.close()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+    run()
