@@ -104,7 +104,8 @@ def _setup_context(ctx: Any, inputs: tuple, output: tuple[torch.Tensor, list[tor
 
 
 def _backward(ctx: Any, dy: torch.Tensor, _: list[None]) -> tuple:
-    tensors, saved = ctx.saved_tensors[:6], ctx.saved_tensors[6:]
+    kept = ctx.saved_tensors  # once: activation checkpointing recomputes at the first reading, refuses a second
+    tensors, saved = kept[:6], kept[6:]
     dx, dscores, dw1, dw2, dw3 = mega_moe_backward(dy, *tensors, list(saved), *ctx.static)
     return dx, None, dscores, dw1, dw2, dw3, *(None for _ in ctx.static)
 
