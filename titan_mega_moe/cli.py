@@ -11,6 +11,7 @@ from titan_mega_moe.version import __version__
 # name -> (module with main(args: list[str]) -> exit code, one line of help); imported when it is asked for.
 COMMANDS = {
     "train": ("titan_mega_moe.train", "train the model that a TOML file describes"),
+    "compare": ("titan_mega_moe.compare", "train it once with each layer, from the same seed, and compare"),
 }
 
 

@@ -17,6 +17,7 @@ import os
 import shutil
 import sysconfig
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,40 +32,58 @@ from torchtitan.tools.logging import logger
 # Installed packages are not the library, and some distributions leave the library's own tests out.
 _EXCLUDED = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 _HELD_OUT = 20  # one file in this many
+_PIECE = 1000  # characters, about 280 tokens
 _BOS, _EOS = "<|bos|>", "<|eos|>"
 
 
 def source_files(folder: str | Path, *, held_out: bool) -> list[Path]:
-    """The Python files of one part of `folder`, in training order: that of the digests of their names.
+    """The Python files of one part of `folder`, by name.
 
     Raises:
         FileNotFoundError: the folder has no Python source in that part (a zipped or stripped library).
     """
     folder = Path(folder)
-    digests = {}
-    for path in folder.rglob("*.py"):
+    files = []
+    for path in sorted(folder.rglob("*.py")):
         name = path.relative_to(folder)
-        if not _EXCLUDED.intersection(name.parts):
-            digests[path] = hashlib.sha256(name.as_posix().encode()).digest()
-    # Each data-parallel rank reads a contiguous part: in alphabetical order that would be a few packages.
-    part = (path for path, digest in digests.items() if (digest[0] % _HELD_OUT == 0) == held_out)
-    files = sorted(part, key=digests.__getitem__)
+        in_part = (_digest(name.as_posix())[0] % _HELD_OUT == 0) == held_out
+        if in_part and not _EXCLUDED.intersection(name.parts):
+            files.append(path)
     if not files:
         which = "held-out " if held_out else ""
-        raise FileNotFoundError(
-            f"no {which}Python source files in {folder}: give dataset_path a folder of them"
-        )
+        raise FileNotFoundError(f"no {which}Python source in {folder}: give dataset_path a folder with some")
     return files
 
 
 def load_sources(folder: str, *, held_out: bool) -> Dataset:
-    """One row a file, in training order: `name`, relative to `folder`, and `text`; no empty files."""
-    rows = (
-        (path.relative_to(folder).as_posix(), path.read_text("utf-8", "replace"))
-        for path in source_files(folder, held_out=held_out)
-    )
-    names, texts = zip(*((name, text) for name, text in rows if text.strip()), strict=True)
-    return Dataset.from_dict({"name": list(names), "text": list(texts)})
+    """One row a piece of a file, in training order: `name`, as "json/decoder.py:0", and `text`.
+
+    The pieces of a file, cut at line ends, make up all of it. Their order is that of their names' digests:
+    in order of files, the few steps that one long file lasts would see nothing else, and each data-parallel
+    rank, which reads a contiguous part of the rows, its own few packages.
+    """
+    pieces = {}
+    for path in source_files(folder, held_out=held_out):
+        name = path.relative_to(folder).as_posix()
+        for i, text in enumerate(_pieces(path.read_text("utf-8", "replace"))):
+            pieces[f"{name}:{i}"] = text
+    names = sorted(pieces, key=_digest)
+    return Dataset.from_dict({"name": names, "text": [pieces[name] for name in names]})
+
+
+def _pieces(text: str) -> Iterator[str]:
+    lines: list[str] = []
+    for line in text.splitlines(keepends=True):
+        lines.append(line)
+        if sum(map(len, lines)) >= _PIECE:
+            yield "".join(lines)
+            lines = []
+    if lines:
+        yield "".join(lines)
+
+
+def _digest(name: str) -> bytes:
+    return hashlib.sha256(name.encode()).digest()
 
 
 def _text(row: dict[str, str]) -> str:
@@ -112,7 +131,7 @@ def trained_tokenizer(vocab_size: int) -> Path:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "titan_mega_moe"
     folder = cache / f"stdlib-bpe-{vocab_size}-{key.hexdigest()[:16]}"
     if not folder.exists():
-        logger.info(f"Training a tokenizer of {vocab_size} tokens on {len(texts)} files, kept in {folder}")
+        logger.info(f"Training a tokenizer of {vocab_size} tokens on the standard library, kept in {folder}")
         cache.mkdir(parents=True, exist_ok=True)
         unfinished = Path(tempfile.mkdtemp(dir=cache))
         _train(texts, vocab_size, unfinished)

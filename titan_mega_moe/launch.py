@@ -60,8 +60,13 @@ def launch(command: list[str], ranks: int, log_dir: str | Path) -> int:
     return 0
 
 
+def child_environment() -> dict[str, str]:
+    """This process's environment, for a command of ours that shall end when this process does."""
+    return {**os.environ, _LAUNCHER: str(os.getpid())}
+
+
 def die_with_launcher() -> None:
-    """In a rank that `launch` started: end when the launcher does, even where it was killed outright. Linux only."""
+    """In a process that `launch` started, or with `child_environment`: end when the launcher does, even where it was killed outright. Linux only."""
     launcher = os.environ.pop(_LAUNCHER, None)
     if launcher is None or sys.platform != "linux":
         return

@@ -36,13 +36,7 @@ def main(args: list[str]) -> int:
         overrides.remove("--print-config")
         print(config.to_toml(config.load(path, overrides)), end="")
         return 0
-    kind = config.device_kind(path, overrides)
-    try:
-        device.prepare(kind)
-    except RuntimeError as error:
-        config.load(path, overrides)  # what is wrong with the file is said first
-        raise ConfigError(f"{path}: [device] kind: {error}") from None
-
+    prepare_device(path, overrides)
     from torchtitan.tools.logging import init_logger, logger
 
     init_logger()
@@ -60,6 +54,16 @@ def main(args: list[str]) -> int:
         save(resolved, saved)
     train(resolved)
     return 0
+
+
+def prepare_device(path: str | Path, overrides: list[str]) -> None:
+    """Prepare this process for the device that the file asks for; ConfigError if it cannot be."""
+    kind = config.device_kind(path, overrides)
+    try:
+        device.prepare(kind)
+    except RuntimeError as error:
+        config.load(path, overrides)  # what is wrong with the file is said first
+        raise ConfigError(f"{path}: [device] kind: {error}") from None
 
 
 def rank_count(resolved: "RunConfig", path: str | Path) -> int:
