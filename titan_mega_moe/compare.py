@@ -1,0 +1,217 @@
+"""`titan-mega-moe compare FILE`: the same model from the same seed and data, once with each layer, side by side.
+
+Each side is a `train` command of its own, in turn, whose ranks write raw records; report.py makes tables of them.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from titan_mega_moe import config, launch, report, train
+from titan_mega_moe.config import ConfigError
+
+TOLERANCE = 1e-2
+_EPILOG = """Every other --section.key overrides that key of the file for all sides, as in `titan-mega-moe train`.
+Exit code: 0 when the losses agree, 1 when they differ by more than the tolerance or a side fails, 2 for bad input."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """One layer under comparison: `backend` is what [mega_moe] backend is set to, `name` what tables call it."""
+
+    name: str
+    backend: str
+
+
+def main(args: list[str]) -> int:
+    """Compare. Returns the exit code. Raises ConfigError for input that no side could train from."""
+    options, overrides = _parser().parse_known_args(args)
+    overrides += ["--metrics.log_freq", "1"]
+    if options.steps is not None:
+        overrides += ["--training.steps", str(options.steps)]
+    if "RANK" in os.environ:
+        raise ConfigError("titan-mega-moe compare starts its own ranks: run it without torchrun")
+    train.prepare_device(options.file, overrides)
+    ours, others, resolved = _sides(options, overrides)
+    if resolved.debug.seed is None:
+        overrides += ["--debug.seed", "0"]
+        resolved.debug.seed = 0
+
+    folder = _new_folder(
+        options.out or Path(resolved.dump_folder) / "compare" / time.strftime("%Y%m%d-%H%M%S")
+    )
+    console = Console()
+    console.print(f"{len(others) + 1} runs of {resolved.training.steps} steps; everything goes to {folder}")
+    runs = [
+        _train(side, options.file, overrides, folder, resolved.training.steps, console)
+        for side in (ours, *others)
+    ]
+    return _report(runs, folder, options.tolerance, _settings(resolved, options.file, overrides), console)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="titan-mega-moe compare", description=__doc__, epilog=_EPILOG, allow_abbrev=False
+    )
+    parser.add_argument("file", metavar="FILE", help="a TOML file, as `train` takes it")
+    parser.add_argument(
+        "--against",
+        default="upstream",
+        metavar="A,B",
+        help="the other sides, values of [mega_moe] backend (default: upstream)",
+    )
+    parser.add_argument("--steps", type=_positive(int), metavar="N", help="optimizer steps of each side")
+    parser.add_argument(
+        "--tolerance",
+        type=_positive(float),
+        default=TOLERANCE,
+        metavar="X",
+        help=f"relative difference of losses allowed at every step (default: {TOLERANCE})",
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="new or empty folder for runs and report")
+    return parser
+
+
+def _positive(kind: type) -> Any:
+    def parse(text: str) -> Any:
+        value = kind(text)
+        if value <= 0:
+            raise argparse.ArgumentTypeError(f"{text} is not above 0")
+        return value
+
+    parse.__name__ = f"positive {kind.__name__}"
+    return parse
+
+
+def _sides(options: argparse.Namespace, overrides: list[str]) -> tuple[Side, list[Side], Any]:
+    """Our side, the others, and the configuration of ours; every side's is loaded, so that bad input ends here."""
+    from titan_mega_moe.op import backends
+
+    resolved = config.load(options.file, overrides)
+    backend = resolved.mega_moe.backend
+    try:
+        ours = Side(f"mega_moe/{backends.choose(backend, resolved.device.kind)}", backend)
+    except (RuntimeError, ValueError) as error:
+        raise ConfigError(f"{options.file}: [mega_moe] backend: {error}") from None
+    others = [Side(name, name) for name in dict.fromkeys(options.against.split(",")) if name]
+    for side in others:
+        if side.backend == backend:
+            raise ConfigError(f"--against {side.name}: {options.file} trains that layer itself: name another")
+        config.load(options.file, _of(side, overrides))
+    if not others:
+        raise ConfigError(
+            f"--against {options.against!r} names no layer: write for instance --against upstream"
+        )
+    ranks = train.rank_count(resolved, options.file)
+    config.check_world(resolved, ranks, options.file)
+    return ours, others, resolved
+
+
+def _of(side: Side, overrides: list[str]) -> list[str]:
+    return [*overrides, "--mega_moe.backend", side.backend]
+
+
+def _new_folder(folder: Path) -> Path:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise ConfigError(f"--out {folder}: is not empty: give another folder, or empty that one")
+    except OSError as error:
+        raise ConfigError(f"--out {folder}: cannot be written: {error.strerror}") from None
+    return folder
+
+
+def _train(
+    side: Side, file: str, overrides: list[str], folder: Path, steps: int, console: Console
+) -> report.Run:
+    """Train one side in fresh processes. Its run, with the error where it failed."""
+    dump = folder / side.name.replace("/", "-")
+    dump.mkdir()
+    command = ["train", file, *_of(side, overrides), "--dump_folder", str(dump)]
+    done = threading.Event()
+    with (
+        (dump / "train.log").open("w") as log,
+        Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[loss]}"),
+            TimeElapsedColumn(),
+            console=console,
+        ) as progress,
+    ):
+        task = progress.add_task(side.name, total=steps, loss="")
+
+        def follow() -> None:
+            last = False
+            while not last:
+                last = done.wait(0.5)
+                if run := report.read_run(side.name, dump / "records").steps:
+                    progress.update(task, completed=len(run), loss=f"loss {run[-1].loss:.3f}")
+
+        follower = threading.Thread(target=follow)
+        follower.start()
+        try:
+            code = subprocess.run(
+                [sys.executable, "-m", "titan_mega_moe", *command],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=launch.child_environment(),
+            ).returncode
+        finally:
+            done.set()
+            follower.join()
+    run = report.read_run(side.name, dump / "records")
+    if code != 0:
+        run.error = _last_words(dump / "train.log", code)
+        console.print(f"[red]{side.name} failed[/red]: {run.error}")
+    return run
+
+
+def _last_words(log: Path, code: int) -> str:
+    """The end of a failed command's output, on one line: what its launcher says, after the exception it shows."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return f"{' | '.join(lines[-2:]) or f'exit code {code}'} (all of it in {log})"
+
+
+def _settings(resolved: Any, file: str, overrides: list[str]) -> dict[str, Any]:
+    training = resolved.training
+    layers = resolved.model.layers
+    return {
+        "file": file,
+        "command line": " ".join(overrides),
+        "model": f"{resolved.model.name} {resolved.model.flavor}"
+        + (f", first {layers} layers" if layers else ""),
+        "device": f"{resolved.device.kind}, {train.rank_count(resolved, file)} ranks",
+        "expert parallel degree": resolved.parallelism.expert_parallel_degree,
+        "tokens a rank and step": training.local_batch_size * training.seq_len,
+        "steps": training.steps,
+        "seed": resolved.debug.seed,
+        **{name: version(name) for name in ("titan_mega_moe", "torchtitan", "torch")},
+    }
+
+
+def _report(
+    runs: list[report.Run], folder: Path, tolerance: float, settings: dict[str, Any], console: Console
+) -> int:
+    ours, *others = runs
+    report.write(folder, ours, others, tolerance, settings)
+    if ours.steps:
+        console.print(report.step_table(ours, others))
+    console.print(report.summary_table(runs))
+    good, lines = report.verdict(ours, others, tolerance)
+    for line in lines:
+        console.print(line, style="green" if good else "red", highlight=False)
+    console.print(f"report: {folder / 'report.md'}, {folder / 'report.json'}")
+    return 0 if good else 1
