@@ -1,6 +1,7 @@
-"""`titan-mega-moe compare FILE`: the same model from the same seed and data, once with each layer, side by side.
+"""`titan-mega-moe compare FILE`: train the same model from the same seed and data once with each layer.
 
-Each side is a `train` command of its own, in turn, whose ranks write raw records; report.py makes tables of them.
+Each side is a `train` command of its own, in turn, whose ranks write raw records; report.py makes tables
+of them.
 """
 
 import argparse
@@ -21,13 +22,13 @@ from titan_mega_moe import config, launch, report, train
 from titan_mega_moe.config import ConfigError
 
 TOLERANCE = 1e-2
-_EPILOG = """Every other --section.key overrides that key of the file for all sides, as in `titan-mega-moe train`.
-Exit code: 0 when the losses agree, 1 when they differ by more than the tolerance or a side fails, 2 for bad input."""
+_EPILOG = """Every other --section.key overrides that key of the file for all sides, as `train` takes it.
+Exit code: 0 the losses agree, 1 they differ by more than the tolerance or a side failed, 2 bad input."""
 
 
 @dataclass(frozen=True)
 class Side:
-    """One layer under comparison: `backend` is what [mega_moe] backend is set to, `name` what tables call it."""
+    """One layer under comparison: `name` in tables, `backend` the value of [mega_moe] backend."""
 
     name: str
     backend: str
@@ -94,7 +95,7 @@ def _positive(kind: type) -> Any:
 
 
 def _sides(options: argparse.Namespace, overrides: list[str]) -> tuple[Side, list[Side], Any]:
-    """Our side, the others, and the configuration of ours; every side's is loaded, so that bad input ends here."""
+    """Our side, the others, our configuration; every side's is loaded, so that bad input ends here."""
     from titan_mega_moe.op import backends
 
     resolved = config.load(options.file, overrides)
@@ -180,7 +181,7 @@ def _train(
 
 
 def _last_words(log: Path, code: int) -> str:
-    """The end of a failed command's output, on one line: what its launcher says, after the exception it shows."""
+    """The end of a failed command's output, on one line: the exception and what the launcher says."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     return f"{' | '.join(lines[-2:]) or f'exit code {code}'} (all of it in {log})"
 

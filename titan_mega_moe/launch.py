@@ -66,7 +66,7 @@ def child_environment() -> dict[str, str]:
 
 
 def die_with_launcher() -> None:
-    """In a process that `launch` started, or with `child_environment`: end when the launcher does, even where it was killed outright. Linux only."""
+    """In a process of `launch` or `child_environment`: end when the launcher does, even killed. Linux only."""
     launcher = os.environ.pop(_LAUNCHER, None)
     if launcher is None or sys.platform != "linux":
         return
