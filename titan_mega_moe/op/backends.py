@@ -126,6 +126,9 @@ class Backend(Protocol):
         beforehand.
         """
 
+    def buffer_bytes(self, plan: BufferPlan) -> int | None:
+        """Bytes that `prepare` takes on each rank's device; None when only a library it calls knows."""
+
 
 def load(name: str) -> Backend:
     """The backend object of that name. Raises ValueError if unknown, ImportError if it cannot be imported."""

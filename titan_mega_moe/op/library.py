@@ -104,7 +104,7 @@ def _setup_context(ctx: Any, inputs: tuple, output: tuple[torch.Tensor, list[tor
 
 
 def _backward(ctx: Any, dy: torch.Tensor, _: list[None]) -> tuple:
-    kept = ctx.saved_tensors  # once: activation checkpointing recomputes at the first reading, refuses a second
+    kept = ctx.saved_tensors  # read once: activation checkpointing refuses a second reading
     tensors, saved = kept[:6], kept[6:]
     dx, dscores, dw1, dw2, dw3 = mega_moe_backward(dy, *tensors, list(saved), *ctx.static)
     return dx, None, dscores, dw1, dw2, dw3, *(None for _ in ctx.static)

@@ -83,6 +83,9 @@ class Reference:
     def prepare(self, plan: BufferPlan) -> None:
         """Nothing to allocate: every row buffer is as large as the rows of the call."""
 
+    def buffer_bytes(self, plan: BufferPlan) -> int:
+        return 0
+
     def saved_like(self, call: Call, *tensors: torch.Tensor) -> list[torch.Tensor]:
         return []
 
