@@ -10,6 +10,10 @@ import signal
 import sys
 import uuid
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 _LAUNCHER = "TITAN_MEGA_MOE_LAUNCHER"
 _PR_SET_PDEATHSIG = 1
@@ -53,7 +57,8 @@ def launch(command: list[str], ranks: int, log_dir: str | Path) -> int:
         return 128 + stopped.sigval
     except ChildFailedError as failed:
         rank, failure = failed.get_first_failure()
-        print(_failure_text(rank, failure), file=sys.stderr)
+        log = next(Path(log_dir).glob(f"{config.run_id}_*/attempt_0/{rank}/stderr.log"))
+        print(_failure_text(rank, failure, log), file=sys.stderr)
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     finally:
         del os.environ[_LAUNCHER]
@@ -75,15 +80,15 @@ def die_with_launcher() -> None:
         sys.exit(128 + signal.SIGTERM)
 
 
-def _failure_text(rank: int, failure) -> str:  # noqa: ANN001
-    """What is known of how `failure` (an elastic ProcessFailure) ended its rank."""
+def _failure_text(rank: int, failure: "ProcessFailure", log: Path) -> str:
+    """How `failure` ended its rank: the traceback it recorded, else the end of `log`, its stderr."""
     if failure.exitcode < 0:
         how = f"was ended by {signal.Signals(-failure.exitcode).name}"
     else:
         how = f"failed with exit code {failure.exitcode}"
     message = failure.error_file_data.get("message")
     if isinstance(message, dict) and "extraInfo" in message:
-        return f"{message['extraInfo']['py_callstack'].rstrip()}\nrank {rank} {how}; its traceback is above"
-    log = Path(failure.error_file).with_name("stderr.log")
-    tail = log.read_text(errors="replace").splitlines()[-_TAIL:] if log.is_file() else []
-    return "\n".join([*tail, f"rank {rank} {how}; its output is in {log.parent}"])
+        last = message["extraInfo"]["py_callstack"].rstrip()
+    else:
+        last = "\n".join(log.read_text(errors="replace").splitlines()[-_TAIL:])
+    return f"{last}\nrank {rank} {how}; its output is in {log.parent}"

@@ -42,7 +42,7 @@ def main(args: list[str]) -> int:
     init_logger()
     under_torchrun = "RANK" in os.environ
     if not under_torchrun:
-        logger.setLevel("WARNING")  # the launcher has warnings to give about the file, and no steps to report
+        logger.setLevel("ERROR")  # what torchtitan says of the configuration, the ranks will say
     resolved = config.load(path, overrides)
     ranks = int(os.environ["WORLD_SIZE"]) if under_torchrun else rank_count(resolved, path)
     config.check_world(resolved, ranks, path)

@@ -1,9 +1,10 @@
-"""Regenerates torchtitan_0_2_schema.json: every section.key of the TOML files of torchtitan 0.1.0 to 0.2.2, with its default.
+"""Regenerates torchtitan_0_2_schema.json: every section.key of torchtitan 0.1.0 to 0.2.2's TOML files.
 
     python tests/config/old_schema.py
 
-downloads each wheel with pip, reads the dataclasses out of its config module without importing it, and writes name and default
-(null where the default is computed, as it is for an empty list) for each version. Nothing else of the wheels is kept.
+downloads each wheel with pip, reads the dataclasses out of its config module without importing it, and writes
+[type, default] for each key of each version (default null where it is computed, as for an empty list). Nothing
+else of the wheels is kept.
 """
 
 import ast
@@ -31,7 +32,7 @@ def config_source(version: str, folder: str) -> str:
 
 
 def schema(source: str) -> dict[str, object]:
-    """{"section.key": default} of the JobConfig dataclass in `source`; nested dataclasses give "section.part.key"."""
+    """{"section.key": [type, default]} of the JobConfig in `source`; nested dataclasses give section.part.key."""
     classes = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
 
     def walk(class_name: str, prefix: str) -> dict[str, object]:
@@ -44,9 +45,10 @@ def schema(source: str) -> dict[str, object]:
                 found |= walk(node.annotation.id, f"{name}.")
             else:
                 try:
-                    found[name] = ast.literal_eval(node.value) if node.value else None
+                    default = ast.literal_eval(node.value) if node.value else None
                 except ValueError:
-                    found[name] = None
+                    default = None
+                found[name] = [ast.unparse(node.annotation), default]
         return found
 
     return walk("JobConfig", "")

@@ -8,9 +8,13 @@ when it asks for what cannot be done (`REFUSED`, and the rules that look at more
 from collections.abc import Callable
 from typing import Any
 
-from titan_mega_moe.config.source import KeyProblem, Table, spell
+from titan_mega_moe.config.source import KeyProblem, Table, nearest, spell
 
 Flat = dict[tuple[str, ...], Any]
+
+# Sections that torchtitan 0.3 has not, under this name.
+SECTIONS = {"job", "profiling", "validation", "quantize", "float8", "mx"}
+SECTIONS |= {"memory_estimation", "fault_tolerance", "experimental"}
 
 MOVED = {
     "job.dump_folder": "dump_folder",
@@ -179,12 +183,8 @@ def convert(table: Table) -> tuple[Table, list[str]]:
         KeyProblem: a key that asks for what torchtitan 0.3 or the layer cannot do.
     """
     flat = _flatten(table)
-    old = {
-        dotted
-        for key in flat
-        if (dotted := ".".join(key)) in _SPECIAL or dotted in MOVED or dotted in DROPPED
-    }
-    if not old:
+    known = {*MOVED, *DROPPED, *_SPECIAL}
+    if not any(key[0] in SECTIONS or ".".join(key) in known for key in flat):
         return table, []
     notes: list[str] = []
     new: Flat = {}
@@ -197,7 +197,10 @@ def convert(table: Table) -> tuple[Table, list[str]]:
             notes.append(f"{spell(key)}: {DROPPED[dotted]}")
         elif dotted in MOVED:
             new[tuple(MOVED[dotted].split("."))] = value
-        elif dotted not in _SPECIAL:
+        elif key[0] in SECTIONS and value != {}:
+            names = [name.removeprefix(f"{key[0]}.") for name in known if name.startswith(f"{key[0]}.")]
+            raise KeyProblem(key, f"unknown key{nearest('.'.join(key[1:]), names)}")
+        elif key[0] not in SECTIONS and dotted not in _SPECIAL:
             new.setdefault(key, value)
     _tokenizer(flat, new)
     _betas(flat, new)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import logging
 import typing
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
@@ -13,16 +14,17 @@ import tomli_w
 import tyro
 from torchtitan.config.manager import ConfigManager, custom_registry
 from torchtitan.config.override import OverrideImport
-from torchtitan.tools.logging import logger
 
 # Importing the module puts its datasets and tokenizer within reach of a TOML.
 import titan_mega_moe.data  # noqa: F401
 from titan_mega_moe import device, models
 from titan_mega_moe.config import legacy, schema, values
 from titan_mega_moe.config.run_config import RunConfig
-from titan_mega_moe.config.source import ConfigError, Key, KeyProblem, Table, read, spell, split_overrides
+from titan_mega_moe.config.source import ConfigError, KeyProblem, Table, read, spell, split_overrides
 
 ConfigManager.register_tyro_rules(custom_registry)
+logger = logging.getLogger("titan_mega_moe")
+logger.setLevel(logging.WARNING)
 
 
 def load(path: str | Path, args: list[str]) -> RunConfig:
@@ -71,9 +73,10 @@ def _with_model(config: RunConfig) -> RunConfig:
     try:
         config = dataclasses.replace(config, model_spec=spec)
     except ValueError as error:
-        raise KeyProblem(schema.blame(RunConfig, (), str(error)), schema.sentence(error)) from None
-    if (reason := device.refusal_reason(config)) is not None:
-        raise KeyProblem(schema.blame(RunConfig, (), reason), reason)
+        raise KeyProblem(schema.blame(RunConfig, str(error)), schema.sentence(error)) from None
+    prepared = config.device.kind == device.prepared()
+    if prepared and (reason := device.refusal_reason(config)) is not None:
+        raise KeyProblem(schema.blame(RunConfig, reason), reason)
     return config
 
 
@@ -88,7 +91,7 @@ def _named(path: str | Path, overridden: set[tuple[str, ...]]) -> Iterator[None]
     try:
         yield
     except KeyProblem as problem:
-        given = any(problem.key[: len(key)] == key for key in overridden)
+        given = any(all(a == b for a, b in zip(problem.key, key, strict=False)) for key in overridden)
         origin = " (from the command line)" if given else ""
         where = f"{spell(problem.key)}{origin}: " if problem.key else ""
         raise ConfigError(f"{path}: {where}{problem.text}") from None

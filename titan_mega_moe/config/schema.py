@@ -6,7 +6,6 @@ the command line. Nothing here restates a torchtitan key: names, types and defau
 
 import copy
 import dataclasses
-import difflib
 import functools
 import inspect
 import logging
@@ -14,6 +13,7 @@ import math
 import re
 import types
 import typing
+from contextlib import suppress
 from typing import Any, Literal
 
 import tyro
@@ -27,7 +27,7 @@ from torchtitan.hf_datasets.text_datasets import (
     InterleavedHuggingFaceTextDataLoader,
 )
 
-from titan_mega_moe.config.source import Key, KeyProblem, Table
+from titan_mega_moe.config.source import Key, KeyProblem, Table, nearest
 
 # Where torchtitan declares a base class, `type` names the class to take; these are the ones a TOML can spell out.
 CHOICES: dict[type, tuple[type, ...]] = {
@@ -51,7 +51,7 @@ def structure(hint: Any, value: Any, key: Key, default: Any = MISSING) -> Any:
     Raises:
         KeyProblem: unknown or missing key, wrong type, or a dataclass that refuses its values.
     """
-    hint = _bare(hint)
+    hint = bare(hint)
     if hint is Any:
         return value
     if is_union(hint):
@@ -84,27 +84,28 @@ def structure(hint: Any, value: Any, key: Key, default: Any = MISSING) -> Any:
     raise KeyProblem(key, f"expected {describe(hint)}, got {value!r}")
 
 
-def unstructure(value: Any, hint: Any = Any) -> Any:
+def unstructure(value: Any, hint: Any = Any, default: Any = MISSING) -> Any:
     """The inverse of `structure`: tables, lists and plain values; a None that is also the default is left out."""
-    if not dataclasses.is_dataclass(value) or isinstance(value, type):
-        if value is None:
-            return "none"
-        if isinstance(value, list | tuple):
-            item = (typing.get_args(_bare(hint)) or (Any,))[0]
-            return [unstructure(v, item) for v in value]
-        if isinstance(value, dict):
-            return {name: unstructure(v) for name, v in value.items()}
+    if value is None:
+        return "none"
+    if isinstance(value, list | tuple):
+        item = (typing.get_args(bare(hint)) or (Any,))[0]
+        return [unstructure(v, item) for v in value]
+    if isinstance(value, dict):
+        return {name: unstructure(v) for name, v in value.items()}
+    if not dataclasses.is_dataclass(value):
         return value
     table: Table = {}
-    for name, (sub, default) in fields_of(type(value)).items():
+    for name, (sub, own) in fields_of(type(value)).items():
         held = getattr(value, name)
+        start = getattr(default, name) if type(default) is type(value) else own
         modes = subcommands(sub)
         if modes:
             table[name] = {"mode": next(m for m, arm in modes.items() if arm is type(held))}
             table[name] |= {} if held is None else unstructure(held)
-        elif held is not None or default is not None:
-            table[name] = unstructure(held, sub)
-            if choices_of(sub) and type(held) is not type(default):
+        elif held is not None or start is not None:
+            table[name] = unstructure(held, sub, start)
+            if choices_of(sub) and type(held) is not type(start):
                 table[name]["type"] = owner(type(held))
     return table
 
@@ -139,7 +140,7 @@ def leaf(cls: type, key: tuple[str, ...]) -> Any:
         return hint
     candidates = [arm for arm in subcommands(hint).values() if arm is not type(None)]
     candidates += [*choices_of(hint), *([type(default)] if default is not MISSING else [])]
-    candidates += [_bare(hint)]
+    candidates += [bare(hint)]
     if rest == ["mode"] and subcommands(hint):
         return Literal[tuple(subcommands(hint))]
     if rest == ["type"] and choices_of(hint):
@@ -162,13 +163,13 @@ def subcommands(hint: Any) -> dict[str, type]:
     for arm in typing.get_args(hint):
         for mark in getattr(arm, "__metadata__", ()):
             if getattr(mark, "name", None):
-                names[mark.name] = _bare(arm)
+                names[mark.name] = bare(arm)
     return names
 
 
 def choices_of(hint: Any) -> tuple[type, ...]:
     """The classes `type` may name where `hint` is one of torchtitan's base classes; ours count without being listed."""
-    base = _bare(hint)
+    base = bare(hint)
     if not isinstance(base, type) or base not in CHOICES:
         return ()
     ours = [c for c in _subclasses(base) if c.__module__.startswith("titan_mega_moe.")]
@@ -182,12 +183,12 @@ def owner(config_cls: type) -> str:
 
 def describe(hint: Any) -> str:
     """`hint` in words, for an error."""
-    hint = _bare(hint)
+    hint = bare(hint)
     args = typing.get_args(hint)
     if typing.get_origin(hint) is Literal:
         return "one of " + ", ".join(repr(a) for a in args)
     if is_union(hint):
-        return " or ".join("'none'" if _bare(a) is type(None) else describe(a) for a in args)
+        return " or ".join("'none'" if bare(a) is type(None) else describe(a) for a in args)
     if typing.get_origin(hint) is list:
         return f"a list ({describe(args[0])} each)"
     if typing.get_origin(hint) is tuple:
@@ -215,7 +216,7 @@ def _structure_union(hint: Any, value: Any, key: Key, default: Any) -> Any:
                 raise KeyProblem((*key, next(iter(table))), "has no effect with mode = 'none': take it out")
             return None
         return _structure_dataclass(modes[mode], table, key, default if mode == held else MISSING)
-    arms = [_bare(a) for a in typing.get_args(hint)]
+    arms = [bare(a) for a in typing.get_args(hint)]
     if type(None) in arms and isinstance(value, str) and value.lower() == "none":
         return None
     arms = [a for a in arms if a is not type(None)]
@@ -262,9 +263,24 @@ def _structure_dataclass(cls: type, value: Any, key: Key, default: Any) -> Any:
         )
         raise KeyProblem((*key, absent[0], *inner[:1]), "is missing and has no default")
     try:
-        return dataclasses.replace(start, **given) if start else cls(**given)
+        return _make(cls, start, given)
     except (ValueError, AssertionError, TypeError) as error:
-        raise KeyProblem(blame(cls, key, str(error)), sentence(error)) from None
+        raise KeyProblem((*key, *_culprit(cls, start, given, str(error))), sentence(error)) from None
+
+
+def _make(cls: Any, start: Any, given: Table) -> Any:
+    return cls(**given) if start is None else dataclasses.replace(start, **given)
+
+
+def _culprit(cls: type, start: Any, given: Table, text: str) -> Key:
+    """The key that `cls` refuses: one that its message names, else one without which it does not refuse."""
+    if named := blame(cls, text):
+        return named
+    for name in given:
+        with suppress(ValueError, AssertionError, TypeError):
+            _make(cls, start, {n: v for n, v in given.items() if n != name})
+            return (name,)
+    return ()
 
 
 def expand_shorthand(table: Table, key: Key) -> Table:
@@ -301,6 +317,10 @@ def check_group(group: ParamGroupConfig, key: Key) -> None:
             (*key, "optimizer_name"),
             f"torchtitan has no optimizer {group.optimizer_name!r}; use 'AdamW' or 'Adam'",
         ) from None
+    try:
+        re.compile(group.pattern)
+    except re.error as error:
+        raise KeyProblem((*key, "pattern"), f"{group.pattern!r} is no regular expression: {error}") from None
     accepted = inspect.signature(factory).parameters
     for name in group.optimizer_kwargs:
         if name not in accepted and not any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
@@ -319,24 +339,19 @@ def _unknown(name: str, value: Any, key: Key, known: Table, base: type, choices:
     return f"unknown {what}{nearest(name, names) or '; known: ' + (', '.join(names) or 'none')}"
 
 
-def nearest(name: str, names: list[str]) -> str:
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
-    return f"; did you mean {near[0]!r}?" if near else ""
-
-
-def blame(cls: type, key: Key, text: str) -> Key:
-    """The key a dataclass's own refusal is about: the first dotted name in it, else the longest name, else the section."""
-    dotted = [tuple(name.split(".")) for name in re.findall(r"\w+\.\w+", text)]
-    named = [d for d in dotted if leaf(cls, d) is not None]
-    named += sorted([(n,) for n in keys_of(cls) if n in text], key=lambda n: -len(n[0]))
-    return (*key, *named[0]) if named else key
+def blame(cls: type, text: str) -> Key:
+    """The key below `cls` that a refusal's `text` is about: its first dotted name, else the longest name, else none."""
+    for name in re.findall(r"\w+\.\w+", text):
+        if leaf(cls, tuple(name.split("."))) is not None:
+            return tuple(name.split("."))
+    return tuple(sorted((n for n in keys_of(cls) if n in text), key=len)[-1:])
 
 
 def sentence(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-def _bare(hint: Any) -> Any:
+def bare(hint: Any) -> Any:
     while hasattr(hint, "__metadata__"):
         hint = hint.__origin__
     return hint

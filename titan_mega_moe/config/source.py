@@ -3,6 +3,7 @@
 The device is asked for here because it has to be known before torchtitan is first imported.
 """
 
+import difflib
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,12 @@ def spell(key: Key) -> str:
     """("training", "steps") -> "[training] steps"; a top-level key stands alone."""
     *section, name = map(str, key)
     return f"[{'.'.join(section)}] {name}" if section else name
+
+
+def nearest(name: str, names: list[str]) -> str:
+    """ "; did you mean 'steps'?", or nothing where no known name is near."""
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def read(path: str | Path) -> Table:

@@ -18,7 +18,7 @@ from torchtitan.models.common.moe import GroupedExperts
 
 from titan_mega_moe.config import schema
 from titan_mega_moe.config.run_config import RunConfig
-from titan_mega_moe.config.source import Key, KeyProblem
+from titan_mega_moe.config.source import Key, KeyProblem, nearest
 
 Rule = tuple[Callable[[Any], bool], str]
 
@@ -174,7 +174,7 @@ def _check_loader(loader: Any, key: Key) -> None:
     for name, rule in LOADER.items():
         _apply(rule, getattr(loader, name, None), (*key, name))
     if isinstance(loader, HuggingFaceTextDataLoader.Config) and loader.dataset.lower() not in DATASETS:
-        near = schema.nearest(loader.dataset, list(DATASETS))
+        near = nearest(loader.dataset, list(DATASETS))
         known = ", ".join(map(repr, DATASETS))
         raise KeyProblem(
             (*key, "dataset"), f"unknown dataset {loader.dataset!r}{near or f'; known: {known}'}"

@@ -1,0 +1,210 @@
+"""The command line: what it prints, its exit codes, and that bad input ends it before a process group starts."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from titan_mega_moe import cli, config, launch, train
+
+DEBUG = Path(__file__).parents[1] / "train_configs" / "debug_cpu.toml"
+
+
+@pytest.fixture
+def no_ranks(monkeypatch):
+    """Starting ranks or a process group fails the test."""
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("ranks were started")
+
+    monkeypatch.setattr(train, "launch", refuse)
+    monkeypatch.setattr(train, "train", refuse)
+    monkeypatch.setattr(torch.distributed, "init_process_group", refuse)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_usage_and_version(capsys):
+    assert cli.main(["--help"]) == 0
+    assert "train" in capsys.readouterr().out
+    assert cli.main([]) == 0
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out.strip()[-1].isdigit()
+    assert cli.main(["train", "--help"]) == 0
+    assert "--section.key" in capsys.readouterr().out
+
+
+def test_every_command_is_a_module_with_main():
+    import importlib
+
+    for module, text in cli.COMMANDS.values():
+        assert callable(importlib.import_module(module).main) and text
+
+
+@pytest.mark.parametrize(
+    "arguments, expected",
+    [
+        (["trian", "x.toml"], "unknown command 'trian'"),
+        (["train"], "usage: "),
+        (["train", "--training.steps", "3"], "the TOML file comes first, got '--training.steps'"),
+        (["train", "/nowhere.toml"], "/nowhere.toml: no such file"),
+        (
+            ["train", str(DEBUG), "--training.stepz", "3"],
+            "[training] stepz (from the command line): unknown key",
+        ),
+        (["train", str(DEBUG), "--device.kind", "tpu"], "[device] kind: expected 'cuda' or 'cpu', got 'tpu'"),
+        (
+            ["train", str(DEBUG), "--device.ranks", "3"],
+            "[parallelism] expert_parallel_degree: 2 does not divide",
+        ),
+        (
+            ["train", str(DEBUG), "--training.global_batch_size", "3"],
+            "[training] global_batch_size: 3 is no multiple",
+        ),
+        (["train", str(DEBUG), "--training.disable_cuda_graphs", "false"], "[training] disable_cuda_graphs"),
+        (
+            ["train", str(DEBUG), "--dump_folder", "/dev/null/x"],
+            "dump_folder: '/dev/null/x' cannot be written",
+        ),
+        (["train", str(DEBUG), "--training.steps", "x", "--print-config"], "[training] steps"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_exit_code_2(arguments, expected, no_ranks, capsys):
+    assert cli.main(arguments) == 2
+    told = capsys.readouterr()
+    assert expected in told.err and not told.out
+    assert arguments == ["train"] or len(told.err.strip().splitlines()) == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is visible")
+def test_a_missing_gpu_is_told_after_what_is_wrong_with_the_file(no_ranks, capsys):
+    assert cli.main(["train", str(DEBUG), "--device.kind", "cuda", "--training.stepz", "3"]) == 2
+    assert "[training] stepz" in capsys.readouterr().err
+    assert cli.main(["train", str(DEBUG), "--device.kind", "cuda"]) == 2
+    assert "[device] kind: " in capsys.readouterr().err
+
+
+def test_ranks_of_a_node_say_it_once(no_ranks, capsys, monkeypatch):
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        assert cli.main(["train", str(DEBUG), "--training.stepz", "3"]) == 2
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
+def test_print_config_prints_what_loads_again(no_ranks, capsys, tmp_path):
+    assert cli.main(["train", str(DEBUG), "--print-config", "--training.steps", "7"]) == 0
+    path = tmp_path / "printed.toml"
+    path.write_text(capsys.readouterr().out)
+    assert config.to_toml(config.load(path)) == config.to_toml(config.load(DEBUG, ["--training.steps", "7"]))
+
+
+def test_train_saves_the_resolved_configuration_and_starts_ranks_from_it(monkeypatch, tmp_path, no_ranks):
+    started = []
+    monkeypatch.setattr(train, "launch", lambda *args: started.append(args) or 7)
+    assert (
+        cli.main(["train", str(DEBUG), "--dump_folder", str(tmp_path / "run"), "--training.steps", "7"]) == 7
+    )
+    saved = tmp_path / "run" / "config.toml"
+    assert started == [(["-m", "titan_mega_moe", "train", str(saved)], 2, tmp_path / "run" / "ranks")]
+    assert config.load(saved).training.steps == 7
+    assert [p.name for p in saved.parent.iterdir()] == ["config.toml"]
+
+
+def test_under_torchrun_the_process_is_one_rank(monkeypatch, tmp_path, no_ranks):
+    trained = []
+    monkeypatch.setattr(train, "train", lambda resolved: trained.append(resolved))
+    for rank in ("1", "0"):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        assert cli.main(["train", str(DEBUG), "--dump_folder", str(tmp_path)]) == 0
+        assert (tmp_path / "config.toml").exists() is (rank == "0")
+    assert len(trained) == 2
+
+
+# The launcher, with small programs in the place of training.
+
+FAIL = """
+import os, sys, time
+from torch.distributed.elastic.multiprocessing.errors import record
+@record
+def main():
+    if os.environ["RANK"] == "1":
+        raise KeyError("the fault of rank one")
+    time.sleep(60)
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    "program, code, last",
+    [
+        ("print('hello from', __import__('os').environ['RANK'])", 0, None),
+        (FAIL, 1, "KeyError: 'the fault of rank one'"),
+        (
+            "import os, sys, time; os.environ['RANK'] == '1' and sys.exit('it ends'); time.sleep(60)",
+            1,
+            "it ends",
+        ),
+        ("import os, time; os.environ['RANK'] == '1' and undefined; time.sleep(60)", 1, "NameError"),
+        ("import os, sys, time; os.environ['RANK'] == '1' and sys.exit(3); time.sleep(60)", 3, "exit code 3"),
+        (
+            "import os, time; os.environ['RANK'] == '1' and os.kill(os.getpid(), 9); time.sleep(60)",
+            137,
+            "SIGKILL",
+        ),
+    ],
+)
+def test_launch_returns_the_failed_ranks_exit_code_and_says_why_last(program, code, last, tmp_path, capfd):
+    start = time.monotonic()
+    assert launch.launch(["-c", program], 2, tmp_path) == code
+    assert time.monotonic() - start < 40
+    told = capfd.readouterr()
+    if last is None:
+        assert "hello from 0" in told.out and "hello from 1" not in told.out
+        assert len(list(tmp_path.glob("*/*/*/stdout.log"))) == 2
+    else:
+        assert last in "\n".join(told.err.strip().splitlines()[-3:])
+        assert "rank 1 " in told.err.strip().splitlines()[-1]
+
+
+CHILD = (
+    "import os, time; from titan_mega_moe import launch; launch.die_with_launcher(); "
+    "open(os.path.join({folder!r}, os.environ['RANK']), 'w').write(str(os.getpid())); time.sleep(60)"
+)
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def until(condition, seconds):
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return condition()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)])
+def test_no_rank_outlives_the_launcher(number, code, tmp_path):
+    program = CHILD.format(folder=str(tmp_path))
+    body = f"import sys; from titan_mega_moe import launch; sys.exit(launch.launch(['-c', {program!r}], 2, {str(tmp_path / 'logs')!r}))"
+    launcher = subprocess.Popen([sys.executable, "-c", body], stderr=subprocess.DEVNULL)
+    files = [tmp_path / "0", tmp_path / "1"]
+    assert until(lambda: all(f.exists() and f.read_text() for f in files), 60)
+    pids = [int(f.read_text()) for f in files]
+    assert all(map(alive, pids))
+    os.kill(launcher.pid, number)
+    assert launcher.wait(40) == code
+    assert until(lambda: not any(map(alive, pids)), 10)
