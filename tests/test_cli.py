@@ -1,4 +1,4 @@
-"""The command line: what it prints, its exit codes, and that bad input ends it before a process group starts."""
+"""The command line: what it prints, its exit codes; bad input ends it before a process group starts."""
 
 import os
 import signal
@@ -199,7 +199,8 @@ def until(condition, seconds):
 @pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)])
 def test_no_rank_outlives_the_launcher(number, code, tmp_path):
     program = CHILD.format(folder=str(tmp_path))
-    body = f"import sys; from titan_mega_moe import launch; sys.exit(launch.launch(['-c', {program!r}], 2, {str(tmp_path / 'logs')!r}))"
+    arguments = (["-c", program], 2, str(tmp_path / "logs"))
+    body = f"import sys; from titan_mega_moe.launch import launch; sys.exit(launch(*{arguments!r}))"
     launcher = subprocess.Popen([sys.executable, "-c", body], stderr=subprocess.DEVNULL)
     files = [tmp_path / "0", tmp_path / "1"]
     assert until(lambda: all(f.exists() and f.read_text() for f in files), 60)

@@ -1,7 +1,7 @@
 """`titan-mega-moe train FILE`: torchtitan's training of the model that a TOML file describes.
 
-Under torchrun (RANK is set) this process is one rank. Otherwise it checks the configuration, saves it in the run's
-dump folder and starts the ranks from there.
+Under torchrun (RANK is set) this process is one rank. Otherwise it checks the configuration, saves it in the
+run's dump folder and starts the ranks from there.
 """
 
 import os
@@ -21,7 +21,7 @@ USAGE = """usage: titan-mega-moe train FILE [--print-config] [--section.key valu
 
   FILE              a TOML file, see train_configs/; files of torchtitan 0.1 and 0.2 are read too
   --print-config    print the whole resolved configuration as TOML and stop
-  --section.key     any key of the file, e.g. --training.steps 20 --mega_moe.backend upstream --model.layers 4"""
+  --section.key     any key of the file: --training.steps 20 --mega_moe.backend upstream --model.layers 4"""
 
 
 def main(args: list[str]) -> int:
@@ -67,7 +67,7 @@ def prepare_device(path: str | Path, overrides: list[str]) -> None:
 
 
 def rank_count(resolved: "RunConfig", path: str | Path) -> int:
-    """How many ranks to start here: [device] ranks, else one per visible GPU or what the parallel degrees need."""
+    """How many ranks to start here: [device] ranks, else one per GPU, or what the parallel degrees need."""
     if resolved.device.kind == "cpu":
         return resolved.ranks()
     import torch
@@ -93,7 +93,7 @@ def save(resolved: "RunConfig", path: Path) -> None:
 
 
 def train(resolved: "RunConfig") -> None:
-    """Train on this rank and leave no process group behind: what torchtitan's own train.py does with its configuration."""
+    """Train on this rank, as torchtitan's own train.py does, and leave no process group behind."""
     import torch
     from torch.distributed.elastic.multiprocessing.errors import record
     from torchtitan.observability import structured_logger as sl

@@ -3,8 +3,8 @@
     python tests/config/old_schema.py
 
 downloads each wheel with pip, reads the dataclasses out of its config module without importing it, and writes
-[type, default] for each key of each version (default null where it is computed, as for an empty list). Nothing
-else of the wheels is kept.
+[type, default] for each key of each version (default null where it is computed, as for an empty list).
+Nothing else of the wheels is kept.
 """
 
 import ast
@@ -32,7 +32,7 @@ def config_source(version: str, folder: str) -> str:
 
 
 def schema(source: str) -> dict[str, object]:
-    """{"section.key": [type, default]} of the JobConfig in `source`; nested dataclasses give section.part.key."""
+    """{"section.key": [type, default]} of the JobConfig in `source`; nested ones give section.part.key."""
     classes = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
 
     def walk(class_name: str, prefix: str) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Files of torchtitan 0.1 and 0.2: every key of their schemas is mapped, dropped with one note, or refused."""
+"""Files of torchtitan 0.1 and 0.2: every key of theirs is mapped, dropped with one note, or refused."""
 
 import ast
 import json

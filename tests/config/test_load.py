@@ -1,4 +1,4 @@
-"""load(): every key reaches its place, every error is one sentence, and a saved configuration loads as it was."""
+"""load(): every key reaches its place, every error is one sentence, what is saved loads as it was."""
 
 import dataclasses
 import json
@@ -168,7 +168,8 @@ def test_optimizer_shorthand_and_groups(file):
     expected.implementation = "foreach"
     assert optimizer == expected
     groups = (
-        '[[optimizer.param_groups]]\npattern = "router"\noptimizer_name = "Adam"\noptimizer_kwargs = {lr = 1e-4}\n'
+        '[[optimizer.param_groups]]\npattern = "router"\noptimizer_name = "Adam"\n'
+        "optimizer_kwargs = {lr = 1e-4}\n"
         '[[optimizer.param_groups]]\npattern = ".*"\noptimizer_name = "AdamW"\n'
         "optimizer_kwargs = {lr = 1e-3, betas = [0.9, 0.99]}"
     )

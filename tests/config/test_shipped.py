@@ -1,4 +1,4 @@
-"""Every TOML of the repository loads, and those of torchtitan's own flavors say what torchtitan's registry says."""
+"""Every TOML of the repository loads, and says what torchtitan's own registry says of the same flavor."""
 
 import dataclasses
 from pathlib import Path
@@ -19,7 +19,7 @@ TOMLS = sorted(
 )
 SHIPPED = [path for path in TOMLS if path.parts[0] == "train_configs"]
 
-# What a shipped file sets otherwise than torchtitan, and why: the layer is there for experts spread over ranks, and
+# What a shipped file sets otherwise than torchtitan, and why: the layer is for experts spread over ranks, and
 # torchtitan's layer, which the same file trains with backend "upstream", cannot be captured in a CUDA graph.
 DIFFERENT = {"parallelism.expert_parallel_degree", "training.disable_cuda_graphs"}
 

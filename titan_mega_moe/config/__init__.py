@@ -2,9 +2,9 @@
 
     config = load("train_configs/qwen3_30b_a3b.toml", ["--training.steps", "20"])
 
-Sections and keys are those of torchtitan 0.3's Trainer.Config, and [model], [mega_moe], [device]. Files written for
-torchtitan 0.1 and 0.2 load too (`legacy.py`). torchtitan is imported by the first `load`, not by this package, because
-`titan_mega_moe.device.prepare` has to run before that.
+Sections and keys are those of torchtitan 0.3's Trainer.Config, and [model], [mega_moe], [device]. Files
+written for torchtitan 0.1 and 0.2 load too (`legacy.py`). torchtitan is imported by the first `load`, not by
+this package, because `titan_mega_moe.device.prepare` has to run before that.
 """
 
 from pathlib import Path
@@ -26,7 +26,7 @@ def load(path: str | Path, overrides: list[str] | None = None) -> "RunConfig":
         overrides: command line arguments, `--section.key value`, laid over the file.
 
     Raises:
-        ConfigError: anything wrong with the file or the overrides; one sentence that names the file and the key.
+        ConfigError: what is wrong with the file or the overrides: one sentence that names file and key.
     """
     from titan_mega_moe.config import loader
 
@@ -41,7 +41,7 @@ def to_toml(config: "RunConfig") -> str:
 
 
 def check_world(config: "RunConfig", world_size: int, path: str | Path) -> None:
-    """Raise ConfigError, naming `path`, if `config` cannot run on `world_size` ranks or its assets are missing."""
+    """Raise ConfigError, naming `path`, if `config` cannot run on `world_size` ranks or misses an asset."""
     from titan_mega_moe.config import loader
 
     loader.check_world(config, world_size, path)

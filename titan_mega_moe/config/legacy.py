@@ -1,8 +1,8 @@
 """TOML files written for torchtitan 0.1.0 to 0.2.2, as tables for the 0.3 schema.
 
-A file counts as old when it has a section or key that only the old schemas have. Every key of theirs is then one of:
-still there under its name (not listed here), `MOVED`, `DROPPED` with a note that says what became of it, or refused
-when it asks for what cannot be done (`REFUSED`, and the rules that look at more than one key).
+A file counts as old when it has a section or key that only the old schemas have. Every key of theirs is then
+one of: still there under its name (not listed here), `MOVED`, `DROPPED` with a note that says what became of
+it, or refused when it asks for what cannot be done (`REFUSED`, and the rules that look at more than one key).
 """
 
 from collections.abc import Callable
@@ -69,7 +69,7 @@ DROPPED = {
     "model.converters": "dropped: empty; torchtitan 0.3 converts models in Python",
     "model.print_after_conversion": "dropped: no converter runs",
     "optimizer.early_step_in_backward": (
-        "dropped: torchtitan 0.3 steps after the whole backward, with gradients clipped to [training] max_norm"
+        "dropped: torchtitan 0.3 steps after the whole backward and clips gradients to [training] max_norm"
     ),
     "parallelism.enable_compiled_autograd": "dropped: torchtitan 0.3 does not use compiled autograd",
     "parallelism.disable_loss_parallel": (
@@ -79,7 +79,7 @@ DROPPED = {
     "parallelism.pipeline_parallel_expert_parallel_overlap": (
         "dropped: torchtitan 0.3 does not overlap pipeline and expert parallelism"
     ),
-    "parallelism.context_parallel_rotate_method": "dropped: torchtitan 0.3 gathers keys and values in one way",
+    "parallelism.context_parallel_rotate_method": "dropped: torchtitan 0.3 has one way to exchange keys",
     "parallelism.expert_tensor_parallel_degree": (
         "dropped: torchtitan 0.3 shards experts over expert-parallel ranks only"
     ),
@@ -143,7 +143,7 @@ REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "model.converters": (
         bool,
-        "the layer computes experts in bfloat16 or float32 and torchtitan 0.3 converts models in Python: take it out",
+        "the layer computes experts in bfloat16 or float32 and 0.3 converts models in Python: take it out",
     ),
     "parallelism.expert_tensor_parallel_degree": (
         lambda v: v != 1,
@@ -177,7 +177,7 @@ _MODE_KEYS = {
 
 
 def convert(table: Table) -> tuple[Table, list[str]]:
-    """(the table in 0.3's keys, one note for each key that was dropped); a file that is not old comes back as it is.
+    """(the table in 0.3's keys, one note for each key that was dropped); a new file comes back as it is.
 
     Raises:
         KeyProblem: a key that asks for what torchtitan 0.3 or the layer cannot do.
@@ -219,8 +219,8 @@ def _tokenizer(flat: Flat, new: Flat) -> None:
     if path is None:
         return
     if str(path).endswith("tokenizer.model"):
-        text = f"{path!r} is a file that torchtitan 0.3 cannot read: download the Hugging Face tokenizer's folder and"
-        raise KeyProblem(key, f"{text} give it as hf_assets_path")
+        text = f"{path!r} is a file that torchtitan 0.3 cannot read"
+        raise KeyProblem(key, f"{text}: give the folder of the Hugging Face tokenizer as hf_assets_path")
     new.setdefault(("hf_assets_path",), path)
 
 

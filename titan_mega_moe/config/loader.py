@@ -1,4 +1,4 @@
-"""The steps of `load`: read the file, lay the command line over it, make the dataclasses, check values, add the model."""
+"""The steps of `load`: read, lay the command line over it, make the dataclasses, check, add the model."""
 
 import dataclasses
 import io
@@ -14,6 +14,7 @@ import tomli_w
 import tyro
 from torchtitan.config.manager import ConfigManager, custom_registry
 from torchtitan.config.override import OverrideImport
+from torchtitan.models.common import config_utils
 
 # Importing the module puts its datasets and tokenizer within reach of a TOML.
 import titan_mega_moe.data  # noqa: F401
@@ -69,9 +70,9 @@ def _with_model(config: RunConfig) -> RunConfig:
         ) from None
     for node in _losses(config.loss):
         if getattr(node, "global_vocab_size", 0) is None:
-            node.global_vocab_size = spec.model.vocab_size  # type: ignore[attr-defined]
+            node.global_vocab_size = config_utils.decoder_vocab_size(spec)
     try:
-        config = dataclasses.replace(config, model_spec=spec)
+        config = dataclasses.replace(config, **{"model_spec": spec})
     except ValueError as error:
         raise KeyProblem(schema.blame(RunConfig, str(error)), schema.sentence(error)) from None
     prepared = config.device.kind == device.prepared()
@@ -87,7 +88,7 @@ def _losses(loss: Any) -> list[Any]:
 
 @contextmanager
 def _named(path: str | Path, overridden: set[tuple[str, ...]]) -> Iterator[None]:
-    """Turn a KeyProblem into the ConfigError that names the file and, if it gave the value, the command line."""
+    """Turn a KeyProblem into a ConfigError that names the file and, if it gave the key, the command line."""
     try:
         yield
     except KeyProblem as problem:
@@ -106,7 +107,7 @@ def _lay(table: Table, key: tuple[str, ...], value: Any) -> None:
 
 
 def _override(key: tuple[str, ...], words: list[str]) -> tuple[tuple[str, ...], Any]:
-    """The key and the value that an override spells: torchtitan's own rules for plain types, TOML for tables and such."""
+    """The key and value an override spells: torchtitan's own rules for plain types, TOML for the rest."""
     hint = schema.leaf(RunConfig, key)
     positive = (*key[:-1], key[-1].removeprefix("no_"))
     if hint is None and not words and schema.leaf(RunConfig, positive) is bool:
@@ -140,8 +141,8 @@ def _is_plain(hint: Any) -> bool:
 
 
 def _parse_plain(hint: Any, words: list[str]) -> Any:
-    # As a flag, as torchtitan's own command line has it: its rule for override.imports needs that and a default.
-    default = {"default_factory": list} if typing.get_origin(hint) is list else {}
+    # As a flag, as torchtitan has it: its rule for override.imports needs that and a default.
+    default: dict[str, Any] = {"default_factory": list} if typing.get_origin(hint) is list else {}
     flag = dataclasses.make_dataclass("Flag", [("value", hint, dataclasses.field(**default))])
     with redirect_stderr(io.StringIO()):
         return tyro.cli(flag, args=["--value", *words], registry=custom_registry).value

@@ -39,8 +39,8 @@ class DeviceSection:
 
     ranks: int | None = None
     """
-    Processes that `train` starts when it does not run under torchrun. None starts one per visible GPU; on the CPU, the
-    fewest that hold the degrees of [parallelism].
+    Processes that `train` starts when it does not run under torchrun. None starts one per visible GPU; on the
+    CPU, the fewest that hold the degrees of [parallelism].
     """
 
 
@@ -48,8 +48,8 @@ class DeviceSection:
 class RunConfig(Trainer.Config):
     """A Trainer.Config that remembers which model, layer options and device it was made from.
 
-    Three of torchtitan's defaults cannot train (no parameter groups, the abstract loss and dataloader); here they are
-    what its own language model configurations use.
+    Three of torchtitan's defaults cannot train (no parameter groups, the abstract loss and dataloader); here
+    they are what its own language model configurations use.
     """
 
     model: ModelSection

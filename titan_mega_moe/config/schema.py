@@ -1,7 +1,8 @@
 """What a TOML may hold, read off the dataclasses of torchtitan's Trainer.Config, and the way there and back.
 
-`structure` makes a dataclass of a table, `unstructure` a table of a dataclass, `leaf` finds the type of one dotted key for
-the command line. Nothing here restates a torchtitan key: names, types and defaults come from the dataclasses themselves.
+`structure` makes a dataclass of a table, `unstructure` a table of a dataclass, `leaf` finds the type of one
+dotted key for the command line. Nothing here restates a torchtitan key: names, types and defaults come from
+the dataclasses themselves.
 """
 
 import copy
@@ -29,7 +30,7 @@ from torchtitan.hf_datasets.text_datasets import (
 
 from titan_mega_moe.config.source import Key, KeyProblem, Table, nearest
 
-# Where torchtitan declares a base class, `type` names the class to take; these are the ones a TOML can spell out.
+# Where torchtitan declares a base class, `type` names the class to take; these a TOML can spell out.
 CHOICES: dict[type, tuple[type, ...]] = {
     BaseDataLoader.Config: (HuggingFaceTextDataLoader.Config, InterleavedHuggingFaceTextDataLoader.Config),
     BaseTokenizer.Config: (HuggingFaceTokenizer.Config,),
@@ -46,7 +47,7 @@ SHORTHAND: dict[str, Any] = {"name": Literal["AdamW", "Adam"]} | {
 
 
 def structure(hint: Any, value: Any, key: Key, default: Any = MISSING) -> Any:
-    """`value`, as TOML gives it, as an instance of `hint`; tables are laid over `default` where that is a dataclass.
+    """`value`, as TOML gives it, as an instance of `hint`; a table is laid over `default`.
 
     Raises:
         KeyProblem: unknown or missing key, wrong type, or a dataclass that refuses its values.
@@ -85,7 +86,7 @@ def structure(hint: Any, value: Any, key: Key, default: Any = MISSING) -> Any:
 
 
 def unstructure(value: Any, hint: Any = Any, default: Any = MISSING) -> Any:
-    """The inverse of `structure`: tables, lists and plain values; a None that is also the default is left out."""
+    """The inverse of `structure`: tables, lists and plain values; a None that is the default is left out."""
     if value is None:
         return "none"
     if isinstance(value, list | tuple):
@@ -96,7 +97,8 @@ def unstructure(value: Any, hint: Any = Any, default: Any = MISSING) -> Any:
     if not dataclasses.is_dataclass(value):
         return value
     table: Table = {}
-    for name, (sub, own) in fields_of(type(value)).items():
+    cls: Any = type(value)
+    for name, (sub, own) in fields_of(cls).items():
         held = getattr(value, name)
         start = getattr(default, name) if type(default) is type(value) else own
         modes = subcommands(sub)
@@ -112,7 +114,7 @@ def unstructure(value: Any, hint: Any = Any, default: Any = MISSING) -> Any:
 
 @functools.cache
 def fields_of(cls: type) -> dict[str, tuple[Any, Any]]:
-    """{key: (type hint, default or MISSING)} of dataclass `cls`, without what torchtitan sets from Python alone.
+    """{key: (type hint, default or MISSING)} of dataclass `cls`, without what only Python can set.
 
     The defaults are shared between calls: copy before changing one.
     """
@@ -156,7 +158,7 @@ def keys_of(cls: type) -> dict[str, tuple[Any, Any]]:
 
 
 def subcommands(hint: Any) -> dict[str, type]:
-    """{name: class} of a union whose arms torchtitan named as tyro subcommands (activation checkpointing), else {}."""
+    """{name: class} of a union whose arms torchtitan made subcommands (activation_checkpoint), else {}."""
     if not is_union(hint):
         return {}
     names = {}
@@ -168,7 +170,7 @@ def subcommands(hint: Any) -> dict[str, type]:
 
 
 def choices_of(hint: Any) -> tuple[type, ...]:
-    """The classes `type` may name where `hint` is one of torchtitan's base classes; ours count without being listed."""
+    """The classes `type` may name where `hint` is a base class of torchtitan's; ours need not be listed."""
     base = bare(hint)
     if not isinstance(base, type) or base not in CHOICES:
         return ()
@@ -255,17 +257,20 @@ def _structure_dataclass(cls: type, value: Any, key: Key, default: Any) -> Any:
     }
     absent = [n for n, (_, d) in known.items() if d is MISSING and n not in given and start is None]
     if absent:
-        hint = known[absent[0]][0]
-        inner = (
-            [n for n, (_, d) in fields_of(hint).items() if d is MISSING]
-            if dataclasses.is_dataclass(hint)
-            else []
+        raise KeyProblem(
+            (*key, absent[0], *_required(known[absent[0]][0])[:1]), "is missing and has no default"
         )
-        raise KeyProblem((*key, absent[0], *inner[:1]), "is missing and has no default")
     try:
         return _make(cls, start, given)
     except (ValueError, AssertionError, TypeError) as error:
         raise KeyProblem((*key, *_culprit(cls, start, given, str(error))), sentence(error)) from None
+
+
+def _required(hint: Any) -> list[str]:
+    if not dataclasses.is_dataclass(hint):
+        return []
+    cls: Any = hint
+    return [name for name, (_, default) in fields_of(cls).items() if default is MISSING]
 
 
 def _make(cls: Any, start: Any, given: Table) -> Any:
@@ -309,7 +314,7 @@ def _tuple_betas(group: Any) -> Any:
 
 
 def check_group(group: ParamGroupConfig, key: Key) -> None:
-    """Raise KeyProblem if torchtitan has no optimizer of that name or the optimizer takes no such argument."""
+    """Raise KeyProblem for an unknown optimizer, an argument it does not take or a bad pattern."""
     try:
         factory = OptimizersContainer._resolve_optimizer_factory(group.optimizer_name)
     except NotImplementedError:
@@ -340,7 +345,7 @@ def _unknown(name: str, value: Any, key: Key, known: Table, base: type, choices:
 
 
 def blame(cls: type, text: str) -> Key:
-    """The key below `cls` that a refusal's `text` is about: its first dotted name, else the longest name, else none."""
+    """The key below `cls` that a refusal is about: its first dotted name, else its longest name, or none."""
     for name in re.findall(r"\w+\.\w+", text):
         if leaf(cls, tuple(name.split("."))) is not None:
             return tuple(name.split("."))
@@ -362,4 +367,8 @@ def is_union(hint: Any) -> bool:
 
 
 def _subclasses(cls: type) -> list[type]:
-    return [s for c in cls.__subclasses__() for s in (c, *_subclasses(c))]
+    found: list[type] = []
+    children: list[type] = cls.__subclasses__()
+    for child in children:
+        found += [child, *_subclasses(child)]
+    return found

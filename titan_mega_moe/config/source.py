@@ -57,9 +57,10 @@ def read(path: str | Path) -> Table:
 
 
 def split_overrides(args: list[str]) -> dict[tuple[str, ...], list[str]]:
-    """["--training.steps", "20", "--compile.enable"] -> {("training", "steps"): ["20"], ("compile", "enable"): []}.
+    """["--training.steps", "20", "--debug.x"] -> {("training", "steps"): ["20"], ("debug", "x"): []}.
 
-    `--key=value` is understood too, and a dash in a key is an underscore, as in torchtitan. The last of two wins.
+    `--key=value` is understood too, and a dash in a key is an underscore, as in torchtitan. The last one
+    of a key wins.
 
     Raises:
         ConfigError: an argument that belongs to no --key.

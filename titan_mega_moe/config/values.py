@@ -1,6 +1,8 @@
-"""Values that have the right type and yet cannot work: what torchtitan would crash on after every rank has started, or ignore.
+"""Values that have the right type and yet cannot work: what torchtitan would crash on after every rank has
+started, or ignore.
 
-`RANGES` holds one rule for a key; the functions hold rules between keys. Each raises KeyProblem with one sentence.
+`RANGES` holds one rule for a key; the functions hold rules between keys. Each raises KeyProblem with one
+sentence.
 """
 
 import os
@@ -89,11 +91,10 @@ OPTIMIZER: dict[str, Rule] = {"lr": POSITIVE, "eps": at_least(0), "weight_decay"
 def check(config: RunConfig) -> None:
     """Raise KeyProblem for the first value of `config` that cannot work with any number of ranks."""
     for dotted, rule in RANGES.items():
-        key = tuple(dotted.split("."))
         held: Any = config
-        for name in key:
+        for name in dotted.split("."):
             held = getattr(held, name, None)
-        _apply(rule, held, key)
+        _apply(rule, held, tuple(dotted.split(".")))
     _check_optimizer(config)
     for key, loader in _loaders(config):
         _check_loader(loader, key)
@@ -103,7 +104,7 @@ def check(config: RunConfig) -> None:
 
 
 def check_world(config: RunConfig, world_size: int) -> None:
-    """Raise KeyProblem for the first value of `config` that cannot work on `world_size` ranks, or a missing asset."""
+    """Raise KeyProblem for the first value that cannot work on `world_size` ranks, or for a missing asset."""
     p, training = config.parallelism, config.training
     try:
         dims = ParallelDims.from_config(p, world_size)
@@ -115,12 +116,12 @@ def check_world(config: RunConfig, world_size: int) -> None:
         raise KeyProblem(("parallelism", "expert_parallel_degree"), f"{text} on {world_size} ranks")
     batch = training.local_batch_size * dims.dp_replicate * dims.dp_shard
     if training.global_batch_size != -1 and training.global_batch_size % batch:
-        text = f"{training.global_batch_size} is no multiple of local_batch_size * data-parallel degree = {batch}"
-        raise KeyProblem(("training", "global_batch_size"), text)
+        text = f"is no multiple of local_batch_size * data-parallel degree = {batch}"
+        raise KeyProblem(("training", "global_batch_size"), f"{training.global_batch_size} {text}")
     assert config.model_spec is not None
     for _, experts, _, _ in config.model_spec.traverse(GroupedExperts.Config):
-        if experts.num_experts % dims.ep:  # type: ignore[attr-defined]
-            text = f"{dims.ep} does not divide the model's {experts.num_experts} experts"  # type: ignore[attr-defined]
+        if experts.num_experts % dims.ep:
+            text = f"{dims.ep} does not divide the model's {experts.num_experts} experts"
             raise KeyProblem(("parallelism", "expert_parallel_degree"), text)
     if config.checkpoint.create_seed_checkpoint and (world_size > 1 or not config.checkpoint.enable):
         text = f"needs checkpoint.enable = true and one rank, not {world_size}"
@@ -224,5 +225,5 @@ def _check_schedules(config: RunConfig) -> None:
         2 * p.context_parallel_degree if p.context_parallel_degree > 1 else 1
     )
     if config.training.seq_len % divisor:
-        text = f"{config.training.seq_len} is no multiple of {divisor}, which sequence and context parallelism need"
-        raise KeyProblem(("training", "seq_len"), text)
+        text = f"is no multiple of {divisor}, which sequence and context parallelism need"
+        raise KeyProblem(("training", "seq_len"), f"{config.training.seq_len} {text}")
