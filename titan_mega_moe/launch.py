@@ -1,7 +1,8 @@
 """Starting ranks on this machine, as torchrun --standalone does, and ending them.
 
-Rank 0's output is shown as it comes; every rank's is kept in files. When a rank fails the others are stopped and the
-failed one's traceback comes last. A signal to the launcher reaches the ranks, and ranks whose launcher is gone end.
+Rank 0's output is shown as it comes; every rank's is kept in files. When a rank fails the others are stopped
+and the failed one's traceback comes last. A signal to the launcher reaches the ranks, and ranks whose
+launcher is gone end.
 """
 
 import ctypes
@@ -29,7 +30,7 @@ def launch(command: list[str], ranks: int, log_dir: str | Path) -> int:
         log_dir: folder for the ranks' stdout and stderr; created if missing.
 
     Returns:
-        0, the exit code of the first rank that failed, or 128 + the number of the signal that ended it or the launcher.
+        0, the exit code of the first rank that failed, or 128 + the signal that ended it or the launcher.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -71,7 +72,7 @@ def child_environment() -> dict[str, str]:
 
 
 def die_with_launcher() -> None:
-    """In a process of `launch` or `child_environment`: end when the launcher does, even killed. Linux only."""
+    """In a process of `launch` or `child_environment`: end when the launcher does, even killed. Linux."""
     launcher = os.environ.pop(_LAUNCHER, None)
     if launcher is None or sys.platform != "linux":
         return
