@@ -1,0 +1,192 @@
+"""Refusals, buffers, activation checkpointing and compilation around the layer."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC, SelectiveAC
+
+from tests import ranks
+from tests.training import Run, config, record, train
+from titan_mega_moe import parallelize
+from titan_mega_moe.activation_checkpoint import MegaSelectiveAC, save_op
+from titan_mega_moe.models import model_spec
+from titan_mega_moe.op import backends, reference
+from titan_mega_moe.routed_experts import MegaMoEOptions
+
+RUN = Run(layers=2, hidden_dim=32, steps=2, parallelism={"expert_parallel_degree": 2})
+
+
+def dims(dp: int = 1, tp: int = 1, cp: int = 1, ep: int = 1, pp: int = 1) -> SimpleNamespace:
+    return SimpleNamespace(dp=dp, tp=tp, cp=cp, ep=ep, ep_enabled=ep > 1, pp_enabled=pp > 1)
+
+
+@pytest.mark.parametrize(
+    "degrees, tokens",
+    [
+        ({}, 4 * 128),
+        ({"cp": 2}, 4 * 64),
+        ({"tp": 2}, 4 * 128),
+        ({"tp": 2, "ep": 4}, 4 * 64),
+        ({"tp": 2, "cp": 2, "ep": 8}, 4 * 32),
+        ({"pp": 2, "ep": 2}, 2 * 128),
+    ],
+)
+def test_tokens_per_rank(degrees, tokens):
+    training = TrainingConfig(local_batch_size=4, seq_len=128)
+    parallelism = ParallelismConfig(pipeline_parallel_microbatch_size=2)
+    assert parallelize.tokens_per_rank(training, parallelism, dims(**degrees)) == tokens
+
+
+def attempt(degrees: dict, training: dict, options: dict) -> None:
+    """The wrapper on a model of one MoE layer, with an upstream that must not be reached."""
+    spec = model_spec(
+        "qwen3", "debugmodel_moe", layers=1, options=MegaMoEOptions(backend="reference", **options)
+    )
+    with torch.device("meta"):
+        model = spec.model.build()
+    parallelize.parallelize(
+        model,
+        upstream=lambda *args, **kwargs: pytest.fail("not refused"),
+        parallel_dims=dims(**degrees),
+        training=TrainingConfig(**training),
+        parallelism=ParallelismConfig(),
+        ac_config=None,
+    )
+
+
+@pytest.mark.parametrize(
+    "degrees, training, options, message",
+    [
+        (
+            {"cp": 2, "tp": 2, "ep": 4},
+            {"seq_len": 130},
+            {},
+            "training.seq_len=130 does not divide over the 4",
+        ),
+        (
+            {"ep": 3},
+            {"seq_len": 128},
+            {},
+            "64 experts do not divide over parallelism.expert_parallel_degree=3",
+        ),
+        (
+            {"ep": 2},
+            {"seq_len": 128, "local_batch_size": 2},
+            {"max_tokens": 255},
+            "mega_moe.max_tokens=255 is less than the 256 tokens a rank routes in one forward",
+        ),
+    ],
+)
+def test_refuses(degrees, training, options, message):
+    with pytest.raises(ValueError) as caught:
+        attempt(degrees, training, options)
+    assert message in str(caught.value)
+
+
+def test_refuses_the_reference_inside_a_cuda_graph(monkeypatch):
+    monkeypatch.setattr(parallelize, "device_type", "cuda")
+    with pytest.raises(ValueError, match="which a CUDA graph cannot capture"):
+        attempt({}, {"seq_len": 128}, {})
+
+
+def test_refuses_a_backend_that_cannot_run_here():
+    spec = model_spec("qwen3", "debugmodel_moe", layers=1, options=MegaMoEOptions(backend="deep_gemm"))
+    with torch.device("meta"):
+        model = spec.model.build()
+    with pytest.raises(RuntimeError, match="backend 'deep_gemm' cannot run on cpu"):
+        spec.parallelize_fn(
+            model,
+            parallel_dims=dims(),
+            training=TrainingConfig(),
+            parallelism=ParallelismConfig(),
+            ac_config=None,
+        )
+
+
+def plans(run: Run) -> list[backends.BufferPlan]:
+    """What the layers of a run ask the backend to allocate."""
+    asked = []
+    reference.Reference.prepare = lambda self, plan: asked.append(plan)
+    try:
+        train(run)
+    finally:
+        reference.Reference.prepare = PREPARE
+    return list(dict.fromkeys(asked))
+
+
+PREPARE = reference.Reference.prepare
+
+
+@pytest.mark.parametrize(
+    "world, parallelism, options, expected",
+    [
+        (1, {"spmd_backend": "partial_dtensor"}, {}, (64, 32, "")),
+        (2, {"expert_parallel_degree": 2}, {}, (64, 32, None)),
+        (2, {"expert_parallel_degree": 2}, {"max_tokens": 100}, (100, 32, None)),
+        (2, {"tensor_parallel_degree": 2}, {}, (64, 16, "")),
+    ],
+)
+def test_buffers_are_planned_once_for_all_layers(world, parallelism, options, expected):
+    run = replace(RUN, steps=1, parallelism=parallelism, options=options)
+    for asked in ranks.run(world, plans, run, timeout=120):
+        (plan,) = asked
+        assert (plan.dim, plan.num_experts, plan.top_k, plan.keep) == (256, 64, 8, "activations")
+        max_tokens, hidden_dim, group_name = expected
+        assert (plan.max_tokens, plan.hidden_dim) == (max_tokens, hidden_dim)
+        assert plan.group_name == group_name if group_name is not None else plan.group_name
+
+
+def test_only_upstreams_selective_policy_is_extended():
+    ours = save_op(SelectiveAC.Config(preserve_rng_state=False))
+    assert type(ours) is MegaSelectiveAC.Config and not ours.preserve_rng_state
+    assert ours.build().get_save_ops() - SelectiveAC.Config().build().get_save_ops() == {
+        torch.ops.titan_mega_moe.mega_moe.default
+    }
+    for policy in (None, FullAC.Config(), MemoryBudgetAC.Config(), ours):
+        assert save_op(policy) is policy
+
+
+def checkpointing() -> None:
+    calls = []
+    forward = reference.Reference.forward
+
+    def counted(*args):
+        calls.append(1)
+        return forward(*args)
+
+    reference.Reference.forward = counted
+    try:
+        kept = train(RUN)
+        assert len(calls) == RUN.layers * RUN.steps
+        # Selective: the op's output is saved, so neither dispatch nor experts run again. Full: all of it
+        # runs again.
+        for policy, times in ((SelectiveAC.Config(), 1), (FullAC.Config(), 2)):
+            calls.clear()
+            again = train(replace(RUN, ac=policy))
+            assert len(calls) == times * RUN.layers * RUN.steps
+            assert again.losses == kept.losses
+            assert all(torch.equal(again.grads[name], grad) for name, grad in kept.grads.items())
+    finally:
+        reference.Reference.forward = forward
+
+
+def test_activation_checkpointing():
+    ranks.run(2, checkpointing, timeout=200)
+
+
+def compiled(folder: str) -> None:
+    eager = train(RUN)
+    settings = config(RUN, folder)
+    settings.compile = CompileConfig(enable=True, components=["model"], backend="aot_eager")
+    from tests.training import upstream_casts
+
+    with upstream_casts(False):
+        ours = record(settings.build())
+    assert ours.losses == pytest.approx(eager.losses, rel=1e-6)
+
+
+def test_blocks_compile_with_fullgraph(tmp_path):
+    ranks.run(2, compiled, str(tmp_path), timeout=200)
