@@ -96,14 +96,18 @@ def _positive(kind: type) -> Any:
 
 def _sides(options: argparse.Namespace, overrides: list[str]) -> tuple[Side, list[Side], Any]:
     """Our side, the others, our configuration; every side's is loaded, so that bad input ends here."""
+    from torchtitan.tools.logging import logger
+
     from titan_mega_moe.op import backends
 
+    logger.setLevel("ERROR")  # each side's own warnings are in its train.log
     resolved = config.load(options.file, overrides)
     backend = resolved.mega_moe.backend
     try:
-        ours = Side(f"mega_moe/{backends.choose(backend, resolved.device.kind)}", backend)
+        backends.choose(backend, resolved.device.kind)
     except (RuntimeError, ValueError) as error:
         raise ConfigError(f"{options.file}: [mega_moe] backend: {error}") from None
+    ours = Side("mega_moe", backend)
     others = [Side(name, name) for name in dict.fromkeys(options.against.split(",")) if name]
     for side in others:
         if side.backend == backend:
@@ -136,7 +140,7 @@ def _train(
     side: Side, file: str, overrides: list[str], folder: Path, steps: int, console: Console
 ) -> report.Run:
     """Train one side in fresh processes. Its run, with the error where it failed."""
-    dump = folder / side.name.replace("/", "-")
+    dump = folder / side.name
     dump.mkdir()
     command = ["train", file, *_of(side, overrides), "--dump_folder", str(dump)]
     done = threading.Event()
@@ -187,6 +191,8 @@ def _last_words(log: Path, code: int) -> str:
 
 
 def _settings(resolved: Any, file: str, overrides: list[str]) -> dict[str, Any]:
+    from titan_mega_moe.op import backends
+
     training = resolved.training
     layers = resolved.model.layers
     return {
@@ -195,6 +201,7 @@ def _settings(resolved: Any, file: str, overrides: list[str]) -> dict[str, Any]:
         "model": f"{resolved.model.name} {resolved.model.flavor}"
         + (f", first {layers} layers" if layers else ""),
         "device": f"{resolved.device.kind}, {train.rank_count(resolved, file)} ranks",
+        "mega_moe backend": backends.choose(resolved.mega_moe.backend, resolved.device.kind),
         "expert parallel degree": resolved.parallelism.expert_parallel_degree,
         "tokens a rank and step": training.local_batch_size * training.seq_len,
         "steps": training.steps,

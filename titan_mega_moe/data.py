@@ -37,22 +37,17 @@ _BOS, _EOS = "<|bos|>", "<|eos|>"
 
 
 def source_files(folder: str | Path, *, held_out: bool) -> list[Path]:
-    """The Python files of one part of `folder`, by name.
-
-    Raises:
-        FileNotFoundError: the folder has no Python source in that part (a zipped or stripped library).
-    """
-    folder = Path(folder)
+    """The Python files of one part of `folder`, by name."""
     files = []
-    for path in sorted(folder.rglob("*.py")):
-        name = path.relative_to(folder)
-        in_part = (_digest(name.as_posix())[0] % _HELD_OUT == 0) == held_out
-        if in_part and not _EXCLUDED.intersection(name.parts):
-            files.append(path)
-    if not files:
-        which = "held-out " if held_out else ""
-        raise FileNotFoundError(f"no {which}Python source in {folder}: give dataset_path a folder with some")
-    return files
+    for parent, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if name not in _EXCLUDED]
+        files += [Path(parent, name) for name in names if name.endswith(".py")]
+    part = (path for path in files if _is_held_out(path.relative_to(folder).as_posix()) == held_out)
+    return sorted(part)
+
+
+def _is_held_out(name: str) -> bool:
+    return _digest(name)[0] % _HELD_OUT == 0
 
 
 def load_sources(folder: str, *, held_out: bool) -> Dataset:
@@ -61,25 +56,28 @@ def load_sources(folder: str, *, held_out: bool) -> Dataset:
     The pieces of a file, cut at line ends, make up all of it. Their order is that of their names' digests:
     in order of files, the few steps that one long file lasts would see nothing else, and each data-parallel
     rank, which reads a contiguous part of the rows, its own few packages.
+
+    Raises:
+        FileNotFoundError: the folder has no Python source in that part (a zipped or stripped library).
     """
     pieces = {}
     for path in source_files(folder, held_out=held_out):
         name = path.relative_to(folder).as_posix()
         for i, text in enumerate(_pieces(path.read_text("utf-8", "replace"))):
             pieces[f"{name}:{i}"] = text
+    if not pieces:
+        which = "held-out " if held_out else ""
+        raise FileNotFoundError(f"no {which}Python source in {folder}: give dataset_path a folder with some")
     names = sorted(pieces, key=_digest)
     return Dataset.from_dict({"name": names, "text": [pieces[name] for name in names]})
 
 
 def _pieces(text: str) -> Iterator[str]:
-    lines: list[str] = []
-    for line in text.splitlines(keepends=True):
-        lines.append(line)
-        if sum(map(len, lines)) >= _PIECE:
-            yield "".join(lines)
-            lines = []
-    if lines:
-        yield "".join(lines)
+    start = 0
+    while start < len(text):
+        end = text.find("\n", start + _PIECE - 1) + 1 or len(text)
+        yield text[start:end]
+        start = end
 
 
 def _digest(name: str) -> bytes:

@@ -141,7 +141,7 @@ def summary_table(runs: list[Run]) -> Table:
     return table
 
 
-_SUMMARY_COLUMNS = ("layer", "steps", "loss", "s/step", "p95", "tokens/s per device", "peak GiB")
+_SUMMARY_COLUMNS = ("layer", "steps", "loss", "s/step", "p95", "tokens/s/device", "peak GiB")
 
 
 def _summary_cells(run: Run) -> list[str]:
