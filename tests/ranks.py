@@ -80,7 +80,11 @@ def _serve(connection: Connection) -> None:
     import torch
     import torch.distributed as dist
 
+    from titan_mega_moe import device
+
     torch.set_num_threads(1)
+    # Before the first body is read, because that imports its module and with it torchtitan.
+    device.prepare("cuda" if torch.cuda.is_available() else "cpu")
     # As torchtitan does when it makes the group itself: recomputation in backward reads thread-local meshes.
     torch.autograd.set_multithreading_enabled(False)
     while True:

@@ -181,10 +181,7 @@ def compiled(folder: str) -> None:
     eager = train(RUN)
     settings = config(RUN, folder)
     settings.compile = CompileConfig(enable=True, components=["model"], backend="aot_eager")
-    from tests.training import upstream_casts
-
-    with upstream_casts(False):
-        ours = record(settings.build())
+    ours = record(settings)
     assert ours.losses == pytest.approx(eager.losses, rel=1e-6)
 
 

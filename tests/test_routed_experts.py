@@ -118,7 +118,7 @@ def test_override_refuses_unknown_options():
 def from_the_command_line(folder: str, *flags: str) -> list[float]:
     arguments = ["--module", "tests.foreign_registry", "--config", "tiny", "--dump_folder", folder, *flags]
     with upstream_casts(False):
-        return record(ConfigManager().parse_args(arguments).build()).losses
+        return record(ConfigManager().parse_args(arguments)).losses
 
 
 def test_one_flag_switches_a_foreign_registry(tmp_path):

@@ -8,11 +8,6 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, debug
-
-from titan_mega_moe import device
-
-device.prepare("cuda" if torch.cuda.is_available() else "cpu")
-
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import CrossEntropyLoss
@@ -135,13 +130,15 @@ def config(run: Run, folder: str) -> Trainer.Config:
 
 def train(run: Run) -> Result:
     """On every rank of the default group."""
+    with tempfile.TemporaryDirectory() as folder, upstream_casts(run.precision == "bfloat16"):
+        return record(config(run, folder))
+
+
+def record(settings: Trainer.Config) -> Result:
+    """Build, train, close."""
     # The cache knows meshes by value, FSDP by identity: a second training must not get the first one's.
     debug._clear_sharding_prop_cache()
-    with tempfile.TemporaryDirectory() as folder, upstream_casts(run.precision == "bfloat16"):
-        return record(config(run, folder).build())
-
-
-def record(trainer: Trainer) -> Result:
+    trainer = settings.build()
     losses: list[float] = []
     norms: list[float] = []
     grads: dict[str, torch.Tensor] = {}
@@ -156,7 +153,7 @@ def record(trainer: Trainer) -> Result:
         if not grads:
             for part in trainer.model_parts:
                 for name, p in part.named_parameters():
-                    grads[name] = local(p.grad).clone()
+                    grads[name.replace("_checkpoint_wrapped_module.", "")] = local(p.grad).clone()
         step(*args)
 
     trainer.metrics_processor.log = log
