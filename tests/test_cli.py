@@ -89,13 +89,13 @@ def test_a_missing_gpu_is_told_after_what_is_wrong_with_the_file(no_ranks, capsy
     assert "[device] kind: " in capsys.readouterr().err
 
 
-def test_ranks_of_a_node_say_it_once(no_ranks, capsys, monkeypatch):
-    for rank in ("0", "1"):
-        monkeypatch.setenv("RANK", rank)
-        monkeypatch.setenv("LOCAL_RANK", rank)
-        monkeypatch.setenv("WORLD_SIZE", "2")
-        assert cli.main(["train", str(DEBUG), "--training.stepz", "3"]) == 2
-    assert len(capsys.readouterr().err.strip().splitlines()) == 1
+def test_under_torchrun_bad_input_is_said_once_with_exit_code_2():
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, "-m", "titan_mega_moe", "train", str(DEBUG), "--training.stepz", "3"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=180)
+    assert ended.returncode != 0
+    assert ended.stderr.count("[training] stepz (from the command line): unknown key") == 1
+    assert "exitcode  : 2" in ended.stderr
 
 
 def test_print_config_prints_what_loads_again(no_ranks, capsys, tmp_path):
@@ -209,3 +209,15 @@ def test_no_rank_outlives_the_launcher(number, code, tmp_path):
     os.kill(launcher.pid, number)
     assert launcher.wait(40) == code
     assert until(lambda: not any(map(alive, pids)), 10)
+
+
+@pytest.mark.parametrize("asked, visible, ranks", [(None, 8, 8), (4, 8, 4), (8, 8, 8), (9, 8, None)])
+def test_one_rank_per_visible_gpu_or_as_many_as_asked_for(asked, visible, ranks, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    overrides = ["--device.kind", "cuda", "--device.ranks", str(asked)]
+    resolved = config.load(DEBUG, overrides)
+    if ranks is None:
+        with pytest.raises(config.ConfigError, match="9 ranks need as many GPUs and 8 are visible"):
+            train.rank_count(resolved, DEBUG)
+    else:
+        assert train.rank_count(resolved, DEBUG) == ranks

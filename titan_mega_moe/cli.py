@@ -3,15 +3,19 @@
 import importlib
 import os
 import sys
+import time
 
 from titan_mega_moe import launch
 from titan_mega_moe.config.source import ConfigError
 from titan_mega_moe.version import __version__
 
+_SILENCE = 60  # seconds that a rank leaves rank 0 to refuse bad input
+
 # name -> (module with main(args: list[str]) -> exit code, one line of help); imported when it is asked for.
 COMMANDS = {
     "train": ("titan_mega_moe.train", "train the model that a TOML file describes"),
     "compare": ("titan_mega_moe.compare", "train it once with each layer, from the same seed, and compare"),
+    "doctor": ("titan_mega_moe.doctor", "say whether a run will work here, and what it takes per GPU"),
 }
 
 
@@ -31,9 +35,11 @@ def main(args: list[str] | None = None) -> int:
     try:
         return importlib.import_module(COMMANDS[name][0]).main(rest)
     except ConfigError as error:
-        # Every rank of a node refuses the same input: one of them says so.
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(error, file=sys.stderr)
+        # Every rank of a node refuses the same input, and rank 0 says so: one that ended first would have
+        # the others stopped before they speak.
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            time.sleep(_SILENCE)
+        print(error, file=sys.stderr)
         return 2
 
 

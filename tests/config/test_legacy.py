@@ -74,7 +74,11 @@ BESIDE = {
     "checkpoint.initial_load_in_hf_quantized": {
         "checkpoint.initial_load_in_hf": True,
         "checkpoint.initial_load_path": "/somewhere",
+        "checkpoint.enable": True,
     },
+    "checkpoint.initial_load_path": {"checkpoint.enable": True},
+    "checkpoint.create_seed_checkpoint": {"checkpoint.enable": True},
+    "checkpoint.load_only": {"checkpoint.enable": True},
     "checkpoint.last_save_in_hf": {"checkpoint.enable": True},
     "model.name": {"model.flavor": "16B"},
 }

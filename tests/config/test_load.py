@@ -320,6 +320,11 @@ ERRORS = [
         "[checkpoint]\ninitial_load_path = 'relative'",
         "[checkpoint] initial_load_path: initial_load_path must be",
     ),
+    (
+        "[checkpoint]\ninitial_load_path = '/x'",
+        "[checkpoint] initial_load_path: has no effect with enable = false",
+    ),
+    ("[checkpoint]\nload_only = true", "[checkpoint] load_only: has no effect with enable = false"),
     ("[metrics]\nlog_freq = 0", "[metrics] log_freq: expected at least 1, got 0"),
     ("[comm]\ninit_timeout_seconds = 0", "[comm] init_timeout_seconds: expected at least 1, got 0"),
     ("[comm]\nmode = 'nccl'", "[comm] mode: expected one of 'default'"),
@@ -493,7 +498,16 @@ def test_a_saved_configuration_loads_as_it_was(text, file, tmp_path):
             "[parallelism] expert_parallel_degree: 3 does not divide the model's 64",
         ),
         ("[training]\nglobal_batch_size = 12", 2, "[training] global_batch_size: 12 is no multiple of"),
-        ("[checkpoint]\ncreate_seed_checkpoint = true", 1, "[checkpoint] create_seed_checkpoint: needs"),
+        (
+            "[checkpoint]\nenable = true\ncreate_seed_checkpoint = true",
+            2,
+            "[checkpoint] create_seed_checkpoint: needs one rank, not 2",
+        ),
+        (
+            "[checkpoint]\nenable = true\ninitial_load_path = '/nowhere'",
+            1,
+            "[checkpoint] initial_load_path: '/nowhere' is no folder",
+        ),
         ('hf_assets_path = "/nowhere"', 2, "hf_assets_path: '/nowhere' is no folder"),
     ],
 )

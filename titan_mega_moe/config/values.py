@@ -17,6 +17,7 @@ from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.distributed import ParallelDims
 from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataLoader
 from torchtitan.models.common.moe import GroupedExperts
+from torchtitan.tools import filesystem
 
 from titan_mega_moe.config import schema
 from titan_mega_moe.config.run_config import RunConfig
@@ -99,6 +100,7 @@ def check(config: RunConfig) -> None:
     for key, loader in _loaders(config):
         _check_loader(loader, key)
     _check_loss(config)
+    _check_checkpoint(config)
     _check_compile(config)
     _check_schedules(config)
 
@@ -123,9 +125,12 @@ def check_world(config: RunConfig, world_size: int) -> None:
         if experts.num_experts % dims.ep:
             text = f"{dims.ep} does not divide the model's {experts.num_experts} experts"
             raise KeyProblem(("parallelism", "expert_parallel_degree"), text)
-    if config.checkpoint.create_seed_checkpoint and (world_size > 1 or not config.checkpoint.enable):
-        text = f"needs checkpoint.enable = true and one rank, not {world_size}"
-        raise KeyProblem(("checkpoint", "create_seed_checkpoint"), text)
+    checkpoint = config.checkpoint
+    if checkpoint.create_seed_checkpoint and world_size > 1:
+        raise KeyProblem(("checkpoint", "create_seed_checkpoint"), f"needs one rank, not {world_size}")
+    source = checkpoint.initial_load_path
+    if source and not filesystem.is_remote(source) and not os.path.isdir(source):
+        raise KeyProblem(("checkpoint", "initial_load_path"), f"{source!r} is no folder")
     path = config.hf_assets_path
     if type(config.tokenizer) is HuggingFaceTokenizer.Config and not os.path.isdir(path):
         raise KeyProblem(
@@ -200,6 +205,13 @@ def _check_loss(config: RunConfig) -> None:
     if local % loss.num_chunks:
         text = f"{loss.num_chunks} does not divide the local sequence length {local}"
         raise KeyProblem(("loss", "num_chunks"), text)
+
+
+def _check_checkpoint(config: RunConfig) -> None:
+    checkpoint = config.checkpoint
+    for name in ("initial_load_path", "create_seed_checkpoint", "load_only"):
+        if getattr(checkpoint, name) and not checkpoint.enable:
+            raise KeyProblem(("checkpoint", name), "has no effect with enable = false: set it or take it out")
 
 
 def _check_compile(config: RunConfig) -> None:
