@@ -16,6 +16,7 @@ The CUDA context, NCCL's buffers and what the allocator holds unused come on top
 
 import dataclasses
 import multiprocessing
+import warnings
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -38,7 +39,15 @@ class Plan:
     mesh: dict[str, int]
     """Axis -> ranks along it, those with more than one."""
 
+    device: str
+    """"cuda" or "cpu", as the file says."""
+
+    asked: str
+    """The file's backend, "auto" and "upstream" among them."""
+
     backend: str
+    """The backend that was planned for."""
+
     max_tokens: int
     """The most tokens that one rank routes in one forward."""
 
@@ -78,6 +87,7 @@ def _make(path: str | Path, overrides: list[str], world_size: int | None) -> Pla
     from titan_mega_moe import config, device
 
     kind = config.device_kind(path, overrides)
+    warnings.simplefilter("ignore")  # what a CPU does otherwise than a GPU is of no interest here
     device.prepare("cpu")
     if kind == "cuda":  # this process trains nothing: what a CPU cannot train is no reason
         device.refusal_reason = lambda config: None
@@ -150,6 +160,8 @@ def _play(config: "RunConfig", ranks: int, kind: str) -> Plan:
     return Plan(
         world_size=ranks,
         mesh={name: mesh.size() for name, mesh in dims.get_all_one_dimensional_meshes().items()},
+        device=kind,
+        asked=config.mega_moe.backend,
         backend=backend,
         max_tokens=max((plan.max_tokens for plan in planned), default=0),
         activations=None if unplanned else peak - sum(persistent.values()),
@@ -165,7 +177,7 @@ def _replace_kernels(backend: str) -> "list[BufferPlan]":
     import torch
     from torchtitan.models.common import attention
 
-    from titan_mega_moe.op import backends
+    from titan_mega_moe.op import backends, deep_gemm
 
     class Attention(torch.autograd.Function):
         @staticmethod
@@ -194,7 +206,12 @@ def _replace_kernels(backend: str) -> "list[BufferPlan]":
     planned: list[BufferPlan] = []
 
     class Recorder:
-        prepare = staticmethod(planned.append)
+        @staticmethod
+        def prepare(plan: "BufferPlan") -> None:
+            reason = deep_gemm.shape_reason(plan.dim, plan.hidden_dim) if backend == "deep_gemm" else None
+            if reason is not None:
+                raise ValueError(reason)
+            planned.append(plan)
 
     backends.choose = lambda name, device_type: backend
     backends.load = lambda name: Recorder()  # type: ignore[assignment,return-value]

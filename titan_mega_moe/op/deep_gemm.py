@@ -61,16 +61,19 @@ class Build:
 
 
 def find_build() -> Build | str:
-    """The installed build, or one sentence on why there is none that can train. Imports deep_gemm."""
+    """The installed build, or one sentence on why there is none that can train."""
+    module = import_module()
+    return module if isinstance(module, str) else inspect_build(module)
+
+
+def import_module() -> ModuleType | str:
+    """The installed deep_gemm, or one sentence on why it cannot be imported."""
     try:
-        module = importlib.import_module("deep_gemm")
-    except ModuleNotFoundError as error:
-        if error.name == "deep_gemm":
+        return importlib.import_module("deep_gemm")
+    except Exception as error:  # loading its compiled part can fail in any way: the reason is what matters
+        if isinstance(error, ModuleNotFoundError) and error.name == "deep_gemm":
             return f"deep_gemm is not installed; {REMEDY}"
         return f"deep_gemm is installed but does not import beside torch {torch.__version__} ({error})"
-    except Exception as error:  # loading its compiled part can fail in any way: the reason is what matters
-        return f"deep_gemm is installed but does not import beside torch {torch.__version__} ({error})"
-    return inspect_build(module)
 
 
 @lru_cache(maxsize=1)

@@ -1,0 +1,173 @@
+"""What doctor prints, and its exit code."""
+
+import os
+import re
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.op import deep_gemm_double as double
+from titan_mega_moe import doctor, planner
+from titan_mega_moe.config import ConfigError
+from titan_mega_moe.op import backends, deep_gemm
+
+GIB = 2**30
+ABSENT = "raise ModuleNotFoundError(\"No module named 'deep_gemm'\", name='deep_gemm')"
+PLAN = planner.Plan(
+    world_size=16,
+    mesh={"ep": 8, "efsdp": 2},
+    device="cpu",
+    asked="auto",
+    backend="reference",
+    max_tokens=8192,
+    parameters=3 * GIB,
+    gradients=GIB,
+    optimizer=6 * GIB,
+    activations=GIB // 4,
+    buffers=GIB // 2,
+    unplanned=None,
+    refused=None,
+)
+
+
+def run(folder: Path, *args: str) -> tuple[int, str]:
+    """Exit code and output of the command, with `folder` first on the path."""
+    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH"), str(Path.cwd())]))
+    done = subprocess.run(
+        [sys.executable, "-m", "titan_mega_moe", "doctor", *args],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def line(output: str, mark: str, name: str) -> str:
+    """The text of one line of the output."""
+    found = re.findall(rf"^ +{mark} *{name} +(.*)$", output, re.MULTILINE)
+    assert len(found) == 1, output
+    return found[0]
+
+
+def test_three_machines_three_true_lines_about_deep_gemm(tmp_path):
+    """Without the package, with that of the index, with a build that trains; none of them with a GPU."""
+    if torch.cuda.is_available():
+        pytest.skip("the lines say that there is no GPU")
+    texts = []
+    for source in (ABSENT, None, Path(double.__file__).read_text()):
+        (tmp_path / "deep_gemm.py").unlink(missing_ok=True)
+        if source is not None:
+            (tmp_path / "deep_gemm.py").write_text(source)
+        code, output = run(tmp_path)
+        assert code == 0  # the reference runs here
+        assert line(output, "ok", "backend").startswith("reference (the fused backends need a GPU")
+        texts.append((line(output, "", "deep_gemm"), line(output, "no", "deep_gemm")))
+    absent, index, stand_in = texts
+    remedy = deep_gemm.REMEDY
+    assert absent == ("not installed", f"deep_gemm is not installed; {remedy}")
+    package = f"sgl-deep-gemm {metadata.version('sgl-deep-gemm')}"
+    assert index == (
+        package,
+        f"{package} has no bf16_mega_moe_backward, so it cannot train; {remedy}",
+    )
+    assert stand_in == (
+        f"deep_gemm {double.__version__} at {tmp_path / 'deep_gemm.py'}",
+        'it needs a Hopper or Blackwell GPU, the device is cpu; set backend = "reference"',
+    )
+
+
+def test_a_build_that_trains_is_available_on_hopper(monkeypatch):
+    monkeypatch.setitem(sys.modules, "deep_gemm", double.variant())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert doctor.backend_line("deep_gemm", "cuda") == doctor.Line("deep_gemm", "available", True)
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (["--world-size", "8"], "the TOML file comes first, got '--world-size'"),
+        (["--training.steps", "8", "x.toml"], "the TOML file comes first, got '--training.steps'"),
+        (["x.toml", "--world-size"], "--world-size needs a number of ranks, got ''"),
+        (["x.toml", "--world-size", "0"], "--world-size needs a number of ranks, got '0'"),
+        (["x.toml", "--world-size", "many"], "--world-size needs a number of ranks, got 'many'"),
+    ],
+)
+def test_bad_arguments(args, expected):
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        doctor.main(args)
+
+
+def test_bad_file_is_exit_code_2(tmp_path):
+    (tmp_path / "bad.toml").write_text("[training]\nstepz = 3\n")
+    code, output = run(tmp_path, str(tmp_path / "bad.toml"))
+    assert code == 2 and "unknown key" in output and "Traceback" not in output
+
+
+def planned(monkeypatch, capsys, **changes) -> tuple[int, str]:
+    monkeypatch.setattr(planner, "make", lambda *args: planner.Plan(**(vars(PLAN) | changes)))
+    code = doctor.main(["run.toml", "--world-size", "16"])
+    return code, capsys.readouterr().out
+
+
+def test_the_plan_is_printed(monkeypatch, capsys):
+    code, output = planned(monkeypatch, capsys)
+    assert code == 0
+    assert line(output, "", "mesh") == "ep 8, efsdp 2"
+    assert line(output, "", "tokens") == "at most 8,192 a rank and forward"
+    for name, gib in (("parameters", "3.00"), ("gradients", "1.00"), ("optimizer", "6.00")):
+        assert line(output, "", name) == f"{gib} GiB"
+    assert line(output, "", "activations").startswith("0.25 GiB")
+    assert line(output, "", "buffers") == "0.50 GiB (of backend reference)"
+    assert line(output, "", "total").startswith("10.75 GiB, and")
+    assert line(output, "ok", "start") == "nothing is refused"
+
+
+def test_what_is_not_known_is_said(monkeypatch, capsys):
+    changes = {"activations": None, "unplanned": "pipeline parallelism", "buffers": None}
+    _, output = planned(monkeypatch, capsys, **changes)
+    assert line(output, "", "activations") == "not planned with pipeline parallelism"
+    assert line(output, "", "buffers").startswith("known only to the deep_gemm build")
+    assert line(output, "", "total").startswith("at least 10.00 GiB")
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "expected"),
+    [
+        ({"refused": "run.toml: no tokenizer"}, "start", "run.toml: no tokenizer"),
+        ({"asked": "deep_gemm", "device": "cuda"}, "backend", "deep_gemm: deep_gemm is not installed"),
+        ({"asked": "auto", "device": "cuda"}, "backend", "mega_moe: no fused backend runs on this GPU"),
+    ],
+)
+def test_what_cannot_run_here_is_exit_code_1(monkeypatch, capsys, changes, name, expected):
+    monkeypatch.setitem(sys.modules, "deep_gemm", None)
+    monkeypatch.setattr(
+        backends, "_MODULES", {k: f"titan_mega_moe.op.{k}" for k in ("deep_gemm", "reference")}
+    )
+    monkeypatch.setattr(backends, "NAMES", ("auto", "deep_gemm", "reference"))
+    if changes.get("asked") == "auto":
+        monkeypatch.setitem(backends._MODULES, "triton", "no_such_module")
+    code, output = planned(monkeypatch, capsys, **changes)
+    assert code == 1
+    assert line(output, "no", name).startswith(expected)
+
+
+def test_upstream_can_always_run(monkeypatch, capsys):
+    code, output = planned(monkeypatch, capsys, asked="upstream", backend="upstream")
+    assert code == 0 and line(output, "ok", "backend") == "TorchTitan's own layer"
+
+
+def test_ranks_say_that_symmetric_memory_needs_gpus():
+    if torch.cuda.is_available():
+        pytest.skip("tries the GPUs here")
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "titan_mega_moe"]
+    done = subprocess.run(
+        [sys.executable, *command, "doctor"], capture_output=True, text=True, timeout=200, check=True
+    )
+    assert "ok between ranks" in done.stdout and done.stdout.count("Versions") == 1

@@ -1,0 +1,280 @@
+"""`titan-mega-moe doctor [FILE]`: will a run work here, and what will it take?
+
+It looks at the machine (versions, GPUs and the links between them, symmetric memory, each backend) and, given
+a TOML file, plans the run for any number of ranks. Started on several ranks it tries symmetric memory between
+them.
+"""
+
+import importlib.util
+import os
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib import metadata
+from itertools import combinations
+from platform import python_version
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.markup import escape
+
+from titan_mega_moe import planner
+from titan_mega_moe.config import ConfigError
+from titan_mega_moe.op import backends, deep_gemm
+from titan_mega_moe.version import __version__
+
+USAGE = """usage: titan-mega-moe doctor [FILE [--world-size N] [--section.key value ...]]
+
+  FILE              a TOML file: say whether it can run here and what it takes per GPU
+  --world-size N    plan for N ranks instead of as many as its degrees need; GPUs are not needed for that
+  --section.key     any key of the file, e.g. --mega_moe.backend deep_gemm
+
+Under torchrun, symmetric memory is tried between the ranks.
+Exit code: 0 the backend can run here, and so can FILE; 1 one of them cannot; 2 bad input."""
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Line:
+    """One finding; ok None: neither good nor bad."""
+
+    name: str
+    text: str
+    ok: bool | None = None
+
+
+def main(args: list[str]) -> int:
+    """Print the findings; returns the exit code. Raises ConfigError for bad input."""
+    if args and args[0] in ("-h", "--help"):
+        print(USAGE)
+        return 0
+    path, overrides, world_size = _parse(args)
+    rank, shared = int(os.environ.get("RANK", "0")), _shared_memory_between_ranks()
+    if rank != 0:
+        return 0
+    console = Console(highlight=False)
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    _print(console, "Versions", versions())
+    _print(console, "GPUs", [*gpus(), *links(), *symmetric_memory()])
+    _print(console, f"Backends on {device_type}", [backend_line(n, device_type) for n in backends.NAMES[1:]])
+    if path is None:
+        chosen = chosen_line("auto", device_type)
+        _print(console, "Here", [chosen, *shared])
+        return 0 if all(line.ok for line in (chosen, *shared)) else 1
+    plan = planner.make(path, overrides, world_size)
+    findings = [chosen_line(plan.asked, plan.device), start_line(plan), *shared]
+    _print(console, f"Memory per GPU at the peak of a step, {plan.world_size} ranks", plan_lines(plan))
+    _print(console, path, findings)
+    return 0 if all(line.ok for line in findings) else 1
+
+
+def _parse(args: list[str]) -> tuple[str | None, list[str], int | None]:
+    """FILE, overrides, ranks."""
+    rest, ranks = list(args), None
+    if "--world-size" in rest:
+        at = rest.index("--world-size")
+        word = "".join(rest[at + 1 : at + 2])
+        if not word.isdecimal() or int(word) < 1:
+            raise ConfigError(f"titan-mega-moe doctor: --world-size needs a number of ranks, got {word!r}")
+        ranks = int(word)
+        del rest[at : at + 2]
+    if rest and not rest[0].startswith("-"):
+        return rest[0], rest[1:], ranks
+    if rest or ranks is not None:
+        wrong = rest[0] if rest else "--world-size"
+        raise ConfigError(f"titan-mega-moe doctor: the TOML file comes first, got {wrong!r}")
+    return None, [], None
+
+
+def versions() -> list[Line]:
+    """Of everything whose version decides whether a run works."""
+    cuda = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
+    return [
+        Line("titan_mega_moe", __version__),
+        Line("python", python_version()),
+        Line("torch", f"{torch.__version__}, {cuda}"),
+        *(_distribution(name) for name in ("torchtitan", "triton")),
+        Line("deep_gemm", _deep_gemm()),
+        Line("nvrtc", _nvrtc()),
+        Line("nvcc", shutil.which("nvcc") or "not on the path (only deep_gemm may want it)"),
+    ]
+
+
+def _distribution(name: str) -> Line:
+    try:
+        return Line(name, metadata.version(name))
+    except metadata.PackageNotFoundError:
+        return Line(name, f"not installed: pip install {name}", False)
+
+
+def _deep_gemm() -> str:
+    module = deep_gemm.import_module()
+    if not isinstance(module, str):
+        return deep_gemm.package_of(module)
+    return module.partition(";")[0].removeprefix("deep_gemm is ")
+
+
+def _nvrtc() -> str:
+    if importlib.util.find_spec("cuda.bindings") is None:
+        return "no Python bindings: pip install cuda-bindings"
+    from cuda.bindings import nvrtc
+
+    try:
+        error, major, minor = nvrtc.nvrtcVersion()
+    except RuntimeError as missing:  # the bindings find no library to bind
+        return f"not found ({missing})"
+    return f"{major}.{minor}" if error == nvrtc.nvrtcResult.NVRTC_SUCCESS else f"fails with {error}"
+
+
+def gpus() -> list[Line]:
+    """Each visible GPU."""
+    if not torch.cuda.is_available():
+        return [Line("visible", "none")]
+    return [_gpu(i) for i in range(torch.cuda.device_count())]
+
+
+def _gpu(index: int) -> Line:
+    p = torch.cuda.get_device_properties(index)
+    free, total = torch.cuda.mem_get_info(index)
+    memory = f"{free / GIB:.1f} of {total / GIB:.1f} GiB free"
+    return Line(
+        f"cuda:{index}", f"{p.name}, {memory}, {p.multi_processor_count} SMs, compute {p.major}.{p.minor}"
+    )
+
+
+def links() -> list[Line]:
+    """NVLinks and peer access between the visible GPUs; pairs alike share a line."""
+    count = torch.cuda.device_count()
+    if count < 2:
+        return []
+    from torch._C._autograd import DeviceType
+    from torch._C._distributed_c10d import _detect_dma_connectivity  # type: ignore[attr-defined]
+
+    nvlinks = _detect_dma_connectivity(DeviceType.CUDA, "nvlink").matrix
+    kinds: Counter[tuple[int, bool]] = Counter()
+    for i, j in combinations(range(count), 2):
+        peers = torch.cuda.can_device_access_peer(i, j) and torch.cuda.can_device_access_peer(j, i)
+        kinds[nvlinks[i][j], peers] += 1
+    return [
+        Line(
+            f"{pairs} pair{'s' * (pairs > 1)}",
+            f"{n} NVLinks, {'peer access' if peers else 'no peer access: no fused backend between them'}",
+            peers,
+        )
+        for (n, peers), pairs in kinds.items()
+    ]
+
+
+def symmetric_memory() -> list[Line]:
+    """Whether this GPU can allocate memory that peers can map."""
+    if not torch.cuda.is_available():
+        return [Line("symmetric memory", "needs a GPU")]
+    import torch.distributed._symmetric_memory as symm_mem
+
+    try:
+        symm_mem.empty(1024, dtype=torch.uint8, device=torch.device("cuda", torch.cuda.current_device()))
+    except RuntimeError as error:
+        return [Line("symmetric memory", f"cannot be allocated: {error}", False)]
+    hint = (
+        ""
+        if _ranks() > 1
+        else "; to try it between GPUs: torchrun --nproc-per-node N -m titan_mega_moe doctor"
+    )
+    return [Line("symmetric memory", f"can be allocated{hint}", True)]
+
+
+def _ranks() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _shared_memory_between_ranks() -> list[Line]:
+    """A rendezvous of all ranks, after which each reads what its right neighbour wrote. A collective."""
+    if _ranks() == 1:
+        return []
+    if not torch.cuda.is_available():
+        return [Line("between ranks", "symmetric memory needs GPUs, this is a CPU: gloo is used", True)]
+    rank, device = int(os.environ["RANK"]), torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timedelta(seconds=60))
+    try:
+        found: str | None = _read_neighbour(rank, device)
+    except RuntimeError as error:
+        found = str(error).splitlines()[0]
+    reasons: list[str | None] = [None] * _ranks()
+    dist.all_gather_object(reasons, found)
+    dist.destroy_process_group()
+    failed = [f"rank {r}: {reason}" for r, reason in enumerate(reasons) if reason is not None]
+    text = "; ".join(failed) or f"{_ranks()} ranks read each other's memory"
+    return [Line("between ranks", text, not failed)]
+
+
+def _read_neighbour(rank: int, device: torch.device) -> str | None:
+    import torch.distributed._symmetric_memory as symm_mem
+
+    mine = symm_mem.empty(1, dtype=torch.int32, device=device).fill_(rank)
+    world = dist.group.WORLD
+    assert world is not None
+    handle = symm_mem.rendezvous(mine, world)
+    handle.barrier()
+    right = (rank + 1) % _ranks()
+    read = int(handle.get_buffer(right, (1,), torch.int32))
+    handle.barrier()
+    return None if read == right else f"read {read} from rank {right}"
+
+
+def backend_line(name: str, device_type: str) -> Line:
+    """One backend: available, or the reason why not."""
+    reason = backends.unavailable_reason(name, device_type)
+    return Line(name, "available" if reason is None else reason, reason is None)
+
+
+def chosen_line(asked: str, device_type: str) -> Line:
+    """What the setting `backend` means here."""
+    if asked == "upstream":
+        return Line("backend", "TorchTitan's own layer", True)
+    try:
+        name, why = backends.automatic(device_type) if asked == "auto" else (asked, "asked for")
+    except RuntimeError as error:
+        return Line("backend", str(error), False)
+    reason = backends.unavailable_reason(name, device_type)
+    return Line("backend", f"{name} ({why})" if reason is None else f"{name}: {reason}", reason is None)
+
+
+def start_line(plan: planner.Plan) -> Line:
+    """Whether `train` would start."""
+    return Line("start", plan.refused or "nothing is refused", plan.refused is None)
+
+
+def plan_lines(plan: planner.Plan) -> Iterator[Line]:
+    """The mesh and the memory of a plan."""
+    mesh = ", ".join(f"{axis} {size}" for axis, size in plan.mesh.items())
+    yield Line("mesh", mesh or "one rank")
+    if plan.max_tokens:
+        yield Line("tokens", f"at most {plan.max_tokens:,} a rank and forward")
+    yield Line("parameters", _gib(plan.parameters))
+    yield Line("gradients", _gib(plan.gradients))
+    yield Line("optimizer", _gib(plan.optimizer))
+    if plan.activations is None:
+        yield Line("activations", f"not planned with {plan.unplanned}")
+    else:
+        text = f"{_gib(plan.activations)} (with gathered parameters and temporaries)"
+        yield Line("activations", text)
+    buffers = "known only to the deep_gemm build" if plan.buffers is None else _gib(plan.buffers)
+    yield Line("buffers", f"{buffers} (of backend {plan.backend})")
+    missing = "at least " if plan.activations is None or plan.buffers is None else ""
+    yield Line("total", f"{missing}{_gib(plan.total)}, and the CUDA context and NCCL's buffers")
+
+
+def _gib(count: int) -> str:
+    return f"{count / GIB:.2f} GiB"
+
+
+def _print(console: Console, title: str, lines: "Iterator[Line] | list[Line]") -> None:
+    console.print(f"[bold]{escape(title)}[/]", soft_wrap=True)
+    marks = {True: "[green]ok[/] ", False: "[red]no[/] ", None: "   "}
+    for line in lines:
+        console.print(f"  {marks[line.ok]}{line.name:17} {escape(line.text)}", soft_wrap=True)
