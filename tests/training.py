@@ -47,6 +47,7 @@ class Ramps(BaseDataLoader):
 
     def __init__(self, config: Config, *, dp_rank: int, seq_len: int, local_batch_size: int, **_: Any):
         self.shape = (local_batch_size, seq_len)
+        self.key = f"generator_{dp_rank}"
         self.generator = torch.Generator().manual_seed(dp_rank)
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
@@ -57,10 +58,10 @@ class Ramps(BaseDataLoader):
             yield {"input": text[:, :-1], "positions": torch.arange(L).expand(B, L)}, text[:, 1:]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"generator": self.generator.get_state()}
+        return {self.key: self.generator.get_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.generator.set_state(state["generator"])
+        self.generator.set_state(state[self.key])
 
 
 @dataclass(frozen=True)
@@ -134,8 +135,8 @@ def train(run: Run) -> Result:
         return record(config(run, folder))
 
 
-def record(settings: Trainer.Config) -> Result:
-    """Build, train, close."""
+def record(settings: Trainer.Config, stop: int | None = None) -> Result:
+    """Build, train until the configured number of steps or until `stop`, close."""
     # The cache knows meshes by value, FSDP by identity: a second training must not get the first one's.
     debug._clear_sharding_prop_cache()
     trainer = settings.build()
@@ -156,6 +157,8 @@ def record(settings: Trainer.Config) -> Result:
                     grads[name.replace("_checkpoint_wrapped_module.", "")] = local(p.grad).clone()
         step(*args)
 
+    if stop is not None:
+        trainer.should_continue_training = lambda: trainer.step < stop
     trainer.metrics_processor.log = log
     trainer.optimizers.step = keep_first
     trainer.train()
