@@ -91,10 +91,10 @@ def test_a_missing_gpu_is_told_after_what_is_wrong_with_the_file(no_ranks, capsy
 
 def test_under_torchrun_bad_input_is_said_once_with_exit_code_2():
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*torchrun, "-m", "titan_mega_moe", "train", str(DEBUG), "--training.stepz", "3"]
+    command = [*torchrun, "-m", "titan_mega_moe", "train", "/nowhere.toml"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=180)
     assert ended.returncode != 0
-    assert ended.stderr.count("[training] stepz (from the command line): unknown key") == 1
+    assert ended.stderr.count("/nowhere.toml: no such file") == 1
     assert "exitcode  : 2" in ended.stderr
 
 
@@ -138,7 +138,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 def main():
     if os.environ["RANK"] == "1":
         raise KeyError("the fault of rank one")
-    time.sleep(60)
+    time.sleep(300)
 main()
 """
 
@@ -149,14 +149,18 @@ main()
         ("print('hello from', __import__('os').environ['RANK'])", 0, None),
         (FAIL, 1, "KeyError: 'the fault of rank one'"),
         (
-            "import os, sys, time; os.environ['RANK'] == '1' and sys.exit('it ends'); time.sleep(60)",
+            "import os, sys, time; os.environ['RANK'] == '1' and sys.exit('it ends'); time.sleep(300)",
             1,
             "it ends",
         ),
-        ("import os, time; os.environ['RANK'] == '1' and undefined; time.sleep(60)", 1, "NameError"),
-        ("import os, sys, time; os.environ['RANK'] == '1' and sys.exit(3); time.sleep(60)", 3, "exit code 3"),
+        ("import os, time; os.environ['RANK'] == '1' and undefined; time.sleep(300)", 1, "NameError"),
         (
-            "import os, time; os.environ['RANK'] == '1' and os.kill(os.getpid(), 9); time.sleep(60)",
+            "import os, sys, time; os.environ['RANK'] == '1' and sys.exit(3); time.sleep(300)",
+            3,
+            "exit code 3",
+        ),
+        (
+            "import os, time; os.environ['RANK'] == '1' and os.kill(os.getpid(), 9); time.sleep(300)",
             137,
             "SIGKILL",
         ),
@@ -165,7 +169,7 @@ main()
 def test_launch_returns_the_failed_ranks_exit_code_and_says_why_last(program, code, last, tmp_path, capfd):
     start = time.monotonic()
     assert launch.launch(["-c", program], 2, tmp_path) == code
-    assert time.monotonic() - start < 40
+    assert time.monotonic() - start < 120
     told = capfd.readouterr()
     if last is None:
         assert "hello from 0" in told.out and "hello from 1" not in told.out
@@ -177,7 +181,7 @@ def test_launch_returns_the_failed_ranks_exit_code_and_says_why_last(program, co
 
 CHILD = (
     "import os, time; from titan_mega_moe import launch; launch.die_with_launcher(); "
-    "open(os.path.join({folder!r}, os.environ['RANK']), 'w').write(str(os.getpid())); time.sleep(60)"
+    "open(os.path.join({folder!r}, os.environ['RANK']), 'w').write(str(os.getpid())); time.sleep(300)"
 )
 
 
@@ -203,12 +207,12 @@ def test_no_rank_outlives_the_launcher(number, code, tmp_path):
     body = f"import sys; from titan_mega_moe.launch import launch; sys.exit(launch(*{arguments!r}))"
     launcher = subprocess.Popen([sys.executable, "-c", body], stderr=subprocess.DEVNULL)
     files = [tmp_path / "0", tmp_path / "1"]
-    assert until(lambda: all(f.exists() and f.read_text() for f in files), 60)
+    assert until(lambda: all(f.exists() and f.read_text() for f in files), 120)
     pids = [int(f.read_text()) for f in files]
     assert all(map(alive, pids))
     os.kill(launcher.pid, number)
-    assert launcher.wait(40) == code
-    assert until(lambda: not any(map(alive, pids)), 10)
+    assert launcher.wait(60) == code
+    assert until(lambda: not any(map(alive, pids)), 30)
 
 
 @pytest.mark.parametrize("asked, visible, ranks", [(None, 8, 8), (4, 8, 4), (8, 8, 8), (9, 8, None)])

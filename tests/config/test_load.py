@@ -281,7 +281,7 @@ ERRORS = [
     ("[activation_checkpoint]\nmode = 'none'\ndebug = true", "[activation_checkpoint] debug: has no effect"),
     (
         "[activation_checkpoint]\nmode = 'full'\nmemory_budget = 0.5",
-        "[activation_checkpoint] memory_budget: unknown",
+        "[activation_checkpoint] memory_budget: is a key of mode = 'memory-budget' only",
     ),
     (
         "[activation_checkpoint]\nmode = 'memory-budget'",

@@ -217,6 +217,10 @@ def _structure_union(hint: Any, value: Any, key: Key, default: Any) -> Any:
             if table:
                 raise KeyProblem((*key, next(iter(table))), "has no effect with mode = 'none': take it out")
             return None
+        for name in table:
+            having = [m for m, arm in modes.items() if arm is not type(None) and name in fields_of(arm)]
+            if having and mode not in having:
+                raise KeyProblem((*key, name), f"is a key of mode = {having[0]!r} only")
         return _structure_dataclass(modes[mode], table, key, default if mode == held else MISSING)
     arms = [bare(a) for a in typing.get_args(hint)]
     if type(None) in arms and isinstance(value, str) and value.lower() == "none":
