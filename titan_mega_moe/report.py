@@ -133,7 +133,7 @@ def step_table(ours: Run, others: list[Run], rows: int = 32) -> Table:
 
 
 def summary_table(runs: list[Run]) -> Table:
-    table = Table(title=f"in all (times after {WARMUP_STEPS} steps)", title_justify="left")
+    table = Table(title=f"in all; times after {WARMUP_STEPS} steps, tokens/s per device", title_justify="left")
     for column in _SUMMARY_COLUMNS:
         table.add_column(column, justify="left" if column == "layer" else "right")
     for run in runs:
@@ -141,7 +141,7 @@ def summary_table(runs: list[Run]) -> Table:
     return table
 
 
-_SUMMARY_COLUMNS = ("layer", "steps", "loss", "s/step", "p95", "tokens/s/device", "peak GiB")
+_SUMMARY_COLUMNS = ("layer", "steps", "loss", "s/step", "p95", "tokens/s", "peak GiB")
 
 
 def _summary_cells(run: Run) -> list[str]:
@@ -173,7 +173,7 @@ def _step_rows(ours: Run, others: list[Run]) -> list[list[Any]]:
 
 
 def _formatted(cells: list[Any], others: int) -> list[str]:
-    formats = ["d", *["9.5f"] * (others + 1), *[".1e"] * others, *[".3f"] * (others + 1)]
+    formats = ["d", *[".5f"] * (others + 1), *[".1e"] * others, *[".3f"] * (others + 1)]
     return ["-" if value is None else format(value, f) for value, f in zip(cells, formats, strict=True)]
 
 
