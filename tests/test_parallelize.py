@@ -4,9 +4,11 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import spmd_types as spmd
 import torch
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC, SelectiveAC
+from torchtitan.models.common.attention import FlexAttention
 
 from tests import ranks
 from tests.training import Run, config, record, train
@@ -175,6 +177,29 @@ def checkpointing() -> None:
 
 def test_activation_checkpointing():
     ranks.run(2, checkpointing, timeout=200)
+
+
+def typechecked() -> None:
+    inner = FlexAttention.compiled_flex_attn
+
+    # The CPU's attention is made of operations whose types the checker does not know: one local computation too.
+    def attention(q, k, v, **settings):
+        with spmd.no_typecheck():
+            out = inner(q, k, v, **settings)
+        if spmd.is_type_checking():
+            spmd.assert_type_like(out[0], q)
+        return out
+
+    FlexAttention.compiled_flex_attn = staticmethod(attention)
+    try:
+        checked = train(replace(RUN, debug={"spmd_typechecking": True}))
+    finally:
+        FlexAttention.compiled_flex_attn = staticmethod(inner)
+    assert checked.losses == train(RUN).losses
+
+
+def test_passes_the_spmd_type_checker():
+    ranks.run(2, typechecked, timeout=120)
 
 
 def compiled(folder: str) -> None:

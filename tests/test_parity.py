@@ -92,9 +92,10 @@ def test_bfloat16(model, params):
         parallelism={"expert_parallel_degree": 2} | PARTIAL,
     )
     ours, theirs = ranks.run(2, check_bfloat16, run, timeout=200)[0]
-    print(model, params, ours, theirs)
-    # Measured, ours / upstream's: MEASURED
-    assert ours <= theirs
+    # Measured, ours and upstream's: qwen3 all bfloat16 6.896e-2 and 6.903e-2, experts alone 2.56e-3 and
+    # 3.32e-3. In the first the rest of the model makes nearly all of the distance, and moves it by about
+    # 0.1% either way.
+    assert ours <= theirs * (1.01 if params == "bfloat16" else 1)
 
 
 # What upstream's plan does around the layer must not change what is computed: (ranks, changes to the run).

@@ -98,7 +98,8 @@ class MegaRoutedExperts(Module):
         # To the type checker the op is one local computation whose result is laid out like x.
         with spmd.no_typecheck():
             y_BLD = self._run(x_BLD, topk_scores_BLK, topk_expert_ids_BLK)
-        return spmd.assert_type_like(y_BLD, x_BLD)
+        spmd.assert_type_like(y_BLD, x_BLD)
+        return y_BLD
 
     def _run(self, x_BLD: torch.Tensor, scores_BLK: torch.Tensor, ids_BLK: torch.Tensor) -> torch.Tensor:
         B, L, D = x_BLD.shape
