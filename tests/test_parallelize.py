@@ -182,7 +182,7 @@ def test_activation_checkpointing():
 def typechecked() -> None:
     inner = FlexAttention.compiled_flex_attn
 
-    # The CPU's attention is made of operations whose types the checker does not know: one local computation too.
+    # The checker does not know the operations of the CPU's attention: it is one local computation too.
     def attention(q, k, v, **settings):
         with spmd.no_typecheck():
             out = inner(q, k, v, **settings)
