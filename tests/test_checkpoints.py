@@ -84,7 +84,7 @@ def uninterrupted(run: Run, folder: str) -> list[float]:
 def test_checkpoints_are_exchangeable(direction, tmp_path):
     ours = replace(TINY, parallelism={"expert_parallel_degree": 2, "spmd_backend": "partial_dtensor"})
     first, second = (upstream(ours), ours) if direction == "upstream_to_ours" else (ours, upstream(ours))
-    before, after = ranks.run(2, interrupted, first, second, str(tmp_path / "exchanged"), timeout=200)[0]
-    whole = ranks.run(2, uninterrupted, first, str(tmp_path / "whole"), timeout=200)[0]
+    before, after = ranks.run(2, interrupted, first, second, str(tmp_path / "exchanged"), timeout=280)[0]
+    whole = ranks.run(2, uninterrupted, first, str(tmp_path / "whole"), timeout=280)[0]
     assert len(before) == len(after) == 2 and len(whole) == 4
     assert before + after == pytest.approx(whole, rel=1e-5)

@@ -176,7 +176,7 @@ def checkpointing() -> None:
 
 
 def test_activation_checkpointing():
-    ranks.run(2, checkpointing, timeout=200)
+    ranks.run(2, checkpointing, timeout=280)
 
 
 def typechecked() -> None:
@@ -211,4 +211,4 @@ def compiled(folder: str) -> None:
 
 
 def test_blocks_compile_with_fullgraph(tmp_path):
-    ranks.run(2, compiled, str(tmp_path), timeout=200)
+    ranks.run(2, compiled, str(tmp_path), timeout=280)
