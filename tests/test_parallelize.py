@@ -127,7 +127,7 @@ PREPARE = reference.Reference.prepare
     [
         (1, {"spmd_backend": "partial_dtensor"}, {}, (64, 32, "")),
         (2, {"expert_parallel_degree": 2}, {}, (64, 32, None)),
-        (2, {"expert_parallel_degree": 2}, {"max_tokens": 100}, (100, 32, None)),
+        (2, {"expert_parallel_degree": 2}, {"max_tokens": 100, "reserved_sms": 4}, (100, 32, None)),
         (2, {"tensor_parallel_degree": 2}, {}, (64, 16, "")),
     ],
 )
@@ -138,6 +138,7 @@ def test_buffers_are_planned_once_for_all_layers(world, parallelism, options, ex
         assert (plan.dim, plan.num_experts, plan.top_k, plan.keep) == (256, 64, 8, "activations")
         max_tokens, hidden_dim, group_name = expected
         assert (plan.max_tokens, plan.hidden_dim) == (max_tokens, hidden_dim)
+        assert plan.reserved_sms == options.get("reserved_sms", 16)
         assert plan.group_name == group_name if group_name is not None else plan.group_name
 
 

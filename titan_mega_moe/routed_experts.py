@@ -43,6 +43,9 @@ class MegaMoEOptions:
     max_tokens: int | None = None
     """The most tokens one rank routes in one forward; None: what the training configuration gives."""
 
+    reserved_sms: int = 16
+    """Multiprocessors of the GPU that deep_gemm leaves to FSDP's collectives."""
+
     def __post_init__(self) -> None:
         allowed = {
             "backend": (*backends.NAMES, "upstream"),
@@ -54,6 +57,8 @@ class MegaMoEOptions:
                 raise ValueError(f"mega_moe.{name} is {value!r}; it must be one of {', '.join(values)}")
         if self.max_tokens is not None and self.max_tokens < 1:
             raise ValueError(f"mega_moe.max_tokens is {self.max_tokens}; it must be at least 1")
+        if self.reserved_sms < 0:
+            raise ValueError(f"mega_moe.reserved_sms is {self.reserved_sms}; it must be at least 0")
 
 
 class MegaRoutedExperts(Module):
@@ -68,6 +73,7 @@ class MegaRoutedExperts(Module):
         compute_dtype: str
         keep: str
         max_tokens: int | None
+        reserved_sms: int
         # Upstream's update_from_config looks at every layer's dispatcher; this layer has none.
         token_dispatcher: None = None
 
@@ -80,6 +86,7 @@ class MegaRoutedExperts(Module):
         self.compute_dtype = COMPUTE_DTYPES[config.compute_dtype]
         self.keep = config.keep
         self.max_tokens = config.max_tokens
+        self.reserved_sms = config.reserved_sms
         self.dim = config.inner_experts.dim
         self.hidden_dim = config.inner_experts.hidden_dim
         self.group_name = ""
@@ -144,6 +151,7 @@ class MegaRoutedExperts(Module):
             num_experts=self.num_experts,
             top_k=self.top_k,
             keep=self.keep,
+            reserved_sms=self.reserved_sms,
         )
         backends.load(backends.choose(self.backend, device_type)).prepare(plan)
 

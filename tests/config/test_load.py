@@ -89,6 +89,7 @@ PLACES = [
     ("[loss]\nnum_chunks = 4", "loss.num_chunks", 4),
     ("[device]\nranks = 3", "device.ranks", 3),
     ("[mega_moe]\nmax_tokens = 3", "mega_moe.max_tokens", 3),
+    ("[mega_moe]\nreserved_sms = 8", "mega_moe.reserved_sms", 8),
     ('[checkpoint]\nasync_mode = "async"', "checkpoint.async_mode", "async"),
     ("[compile]\nenable = true", "compile.enable", True),
 ]
@@ -371,6 +372,7 @@ ERRORS = [
     ("[mega_moe]\ncompute_dtype = 'float16'", "[mega_moe] compute_dtype: "),
     ("[mega_moe]\nkeep = 'all'", "[mega_moe] keep: "),
     ("[mega_moe]\nmax_tokens = 0", "[mega_moe] max_tokens: "),
+    ("[mega_moe]\nreserved_sms = -2", "[mega_moe] reserved_sms: "),
     ("[mega_moe]\nbakend = 'auto'", "[mega_moe] bakend: unknown key; did you mean 'backend'?"),
     ("[device]\nkind = 'tpu'", "[device] kind: expected one of 'cuda', 'cpu', got 'tpu'"),
     ("[device]\nranks = 0", "[device] ranks: expected at least 1, got 0"),
