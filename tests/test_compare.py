@@ -122,6 +122,7 @@ def test_a_side_that_dies_is_reported_and_the_others_results_are_kept(tmp_path):
         (["no_such.toml"], "no_such.toml: no such file"),
         ([CONFIG, "--against", "upstraem"], "[mega_moe] backend"),
         ([CONFIG, "--against", "auto"], "trains that layer itself"),
+        ([CONFIG, "--against", "upstream,minimal_async_ep"], "MinimalAsyncEPTokenDispatcher needs a GPU"),
         ([CONFIG, "--against", ","], "names no layer"),
         ([CONFIG, "--mega_moe.backend", "triton"], "cannot run on cpu"),
         ([CONFIG, "--trainning.steps", "3"], "training"),

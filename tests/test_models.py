@@ -111,3 +111,16 @@ def test_every_family_has_a_registered_configuration():
     assert len(CONFIGS) == 13
     found = {getattr(config_registry, name)().model_spec.name for name in CONFIGS}
     assert found == {"qwen3", "deepseek_v3", "kimi_k2_5", "qwen3_5"}
+
+
+@pytest.mark.parametrize(
+    ("backend", "dispatcher"), [("upstream", "AllToAll"), ("minimal_async_ep", "MinimalAsyncEP")]
+)
+def test_upstreams_layer_is_left_in_place_with_the_dispatcher_asked_for(backend, dispatcher):
+    for name, flavor in (("qwen3", "debugmodel_moe"), ("deepseek_v3", "debugmodel")):
+        spec = model_spec(name, flavor, options=MegaMoEOptions(backend=backend))
+        nodes = [node for _, node, _, _ in spec.traverse(RoutedExperts.Config)]
+        assert nodes
+        assert {type(n.token_dispatcher).__qualname__ for n in nodes} == {
+            f"{dispatcher}TokenDispatcher.Config"
+        }

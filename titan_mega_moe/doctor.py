@@ -234,8 +234,8 @@ def backend_line(name: str, device_type: str) -> Line:
 
 def chosen_line(asked: str, device_type: str) -> Line:
     """What the setting `backend` means here."""
-    if asked == "upstream":
-        return Line("backend", "TorchTitan's own layer", True)
+    if asked in backends.UPSTREAM:
+        return Line("backend", f"TorchTitan's own layer, {backends.UPSTREAM[asked]} dispatcher", True)
     try:
         name, why = backends.automatic(device_type) if asked == "auto" else (asked, "asked for")
     except RuntimeError as error:

@@ -12,6 +12,7 @@ from torchtitan.models.common.moe import RoutedExperts
 from torchtitan.protocols.model_spec import ModelSpec
 
 from titan_mega_moe import routed_experts
+from titan_mega_moe.op.backends import UPSTREAM
 from titan_mega_moe.parallelize import parallelize
 from titan_mega_moe.routed_experts import MegaMoEOptions, replace_routed_experts
 
@@ -31,7 +32,8 @@ def model_spec(
         flavor: as upstream spells it, such as "30B-A3B".
         attn_backend: as upstream's model_registry takes it; None: the family's default.
         layers: keep the first N decoder layers, for a cut-down run; None: all.
-        options: how the layer runs; backend "upstream" leaves upstream's layer in place.
+        options: how the layer runs; a backend of UPSTREAM leaves upstream's layer in place, with the
+            dispatcher that it names.
 
     Raises:
         ValueError: the model does not qualify, for the reason that `refusal_reason` gives, or `layers` is
@@ -39,7 +41,7 @@ def model_spec(
     """
     if (reason := refusal_reason(name, flavor)) is not None:
         raise ValueError(reason)
-    spec = _upstream_spec(name, flavor, attn_backend)
+    spec = _upstream_spec(name, flavor, attn_backend, UPSTREAM.get(options.backend))
     if layers is not None:
         _keep_layers(spec, layers)
     return with_mega_moe(spec, options)
@@ -50,7 +52,7 @@ def with_mega_moe(spec: ModelSpec, options: MegaMoEOptions) -> ModelSpec:
 
     The model config inside is changed in place. Raises ValueError if a node cannot be replaced.
     """
-    if options.backend == "upstream":
+    if options.backend in UPSTREAM:
         return spec
     for _, config, parent, attribute in list(spec.traverse(RoutedExperts.Config)):
         setattr(parent, attribute, replace_routed_experts(config, options))
@@ -78,7 +80,7 @@ def refusal_reason(name: str, flavor: str) -> str | None:
     flavors = _flavors(name)
     if flavor not in flavors:
         return f"model {name!r} has no flavor {flavor!r}; {_nearest(flavor, flavors)}"
-    spec = _upstream_spec(name, flavor, None)
+    spec = _upstream_spec(name, flavor)
     nodes = [node for _, node, _, _ in spec.traverse(RoutedExperts.Config)]
     if not nodes:
         return f"model {name!r} {flavor!r} has no mixture of experts"
@@ -107,8 +109,11 @@ def _flavors(name: str) -> list[str]:
     return list(next(tables))
 
 
-def _upstream_spec(name: str, flavor: str, attn_backend: str | None) -> ModelSpec:
-    kwargs: dict[str, Any] = {} if attn_backend is None else {"attn_backend": attn_backend}
+def _upstream_spec(
+    name: str, flavor: str, attn_backend: str | None = None, dispatcher: str | None = None
+) -> ModelSpec:
+    asked = {"attn_backend": attn_backend, "moe_comm_backend": dispatcher}
+    kwargs: dict[str, Any] = {key: value for key, value in asked.items() if value is not None}
     return _module(name).model_registry(flavor, **kwargs)
 
 

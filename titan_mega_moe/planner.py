@@ -118,6 +118,8 @@ def _play(config: "RunConfig", ranks: int, kind: str) -> Plan:
     from torchtitan.distributed import utils as dist_utils
     from torchtitan.tools import utils
 
+    from titan_mega_moe.op.backends import UPSTREAM
+
     backend = config.mega_moe.backend
     if backend == "auto":
         backend = "triton" if kind == "cuda" else "reference"
@@ -142,8 +144,8 @@ def _play(config: "RunConfig", ranks: int, kind: str) -> Plan:
     unplanned = None
     if dims.pp_enabled:
         unplanned = "pipeline parallelism: they depend on the schedule"
-    elif backend == "upstream":
-        unplanned = 'backend "upstream": its row counts are those of the data'
+    elif backend in UPSTREAM:
+        unplanned = f'backend "{backend}": its row counts are those of the data'
     with FakeTensorMode(allow_non_fake_inputs=True):
         for part in parts:
             part.to_empty(device="cpu")

@@ -133,7 +133,9 @@ def step_table(ours: Run, others: list[Run], rows: int = 32) -> Table:
 
 
 def summary_table(runs: list[Run]) -> Table:
-    table = Table(title=f"in all; times after {WARMUP_STEPS} steps, tokens/s per device", title_justify="left")
+    table = Table(
+        title=f"in all; times after {WARMUP_STEPS} steps, tokens/s per device", title_justify="left"
+    )
     for column in _SUMMARY_COLUMNS:
         table.add_column(column, justify="left" if column == "layer" else "right")
     for run in runs:

@@ -32,7 +32,7 @@ class MegaMoEOptions:
     """
 
     backend: str = "auto"
-    """"auto", "triton", "deep_gemm", "reference"; in models.py also "upstream": nothing is replaced."""
+    """"auto", "triton", "deep_gemm", "reference"; or of backends.UPSTREAM, which replaces nothing."""
 
     compute_dtype: str = "bfloat16"
     """What x and the weights are cast to on entry: "bfloat16", as upstream does, or "float32"."""
@@ -48,7 +48,7 @@ class MegaMoEOptions:
 
     def __post_init__(self) -> None:
         allowed = {
-            "backend": (*backends.NAMES, "upstream"),
+            "backend": (*backends.NAMES, *backends.UPSTREAM),
             "compute_dtype": tuple(COMPUTE_DTYPES),
             "keep": backends.KEEP,
         }

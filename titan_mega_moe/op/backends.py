@@ -20,6 +20,13 @@ _MODULES = {
     "reference": "titan_mega_moe.op.reference",
 }
 NAMES = ("auto", *_MODULES)
+# Settings that leave TorchTitan's own layer in place, and the dispatcher that its moe_comm_backend gives it.
+UPSTREAM = {
+    "upstream": "standard",
+    "minimal_async_ep": "minimal_async_ep",
+    "deepep": "deepep",
+    "hybridep": "hybridep",
+}
 
 
 def group_of(name: str) -> ProcessGroup | None:
