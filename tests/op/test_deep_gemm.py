@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 from tests import ranks
 from tests.op import deep_gemm_double as double
@@ -210,6 +211,25 @@ def test_the_buffer_holds_what_was_planned_or_the_largest_T_of_the_group():
 
 
 @installed()
+def check_alone() -> None:
+    inputs = layer_inputs(5 + 4 * dist.get_rank())
+    for name in ("w1_eFD", "w2_eDF", "w3_eFD"):  # all experts on each rank
+        inputs[name] = inputs[name].detach().repeat(2, 1, 1).requires_grad_()
+    dy = dy_for(inputs)
+    results = []
+    for backend, dtype in (("deep_gemm", torch.bfloat16), ("reference", torch.float32)):
+        y = mega_moe(**inputs, num_experts=E, group=None, backend=backend, compute_dtype=dtype)
+        results.append({"y": y.detach()} | gradients(y, inputs, dy))
+    assert_close(*results)
+    (group_of_one,) = {call.buffer.group.size() for call in double.CALLS if call.buffer}
+    assert group_of_one == 1
+
+
+def test_without_expert_parallelism_each_rank_has_a_buffer_alone():
+    ranks.run(2, check_alone)
+
+
+@installed()
 def check_refusals() -> None:
     backend = backends.load("deep_gemm")
     backend.prepare(plan(16))
@@ -266,6 +286,23 @@ def check_registered_op() -> None:
 
 def test_the_registered_op_traces_and_compiles_without_a_graph_break():
     ranks.run(1, check_registered_op)
+
+
+@installed()
+def check_recomputation() -> None:
+    for keep in backends.KEEP:
+        inputs = layer_inputs(5)
+        dy = dy_for(inputs)
+        want = gradients(run(inputs, "deep_gemm", keep=keep), inputs, dy)
+        double.CALLS.clear()
+        y = checkpoint(run, inputs, "deep_gemm", keep=keep, use_reentrant=False)
+        got = gradients(y, inputs, dy)
+        assert names() == ["bf16_mega_moe", "bf16_mega_moe", "bf16_mega_moe_backward"]
+        assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+def test_full_activation_checkpointing_runs_the_forward_twice_and_the_backward_once():
+    ranks.run(1, check_recomputation)
 
 
 def check_determinism_is_passed_on() -> None:
