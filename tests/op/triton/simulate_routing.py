@@ -1,0 +1,107 @@
+"""Runs routing.py's kernels for every rank of a group in one process, under Triton's interpreter, and compares.
+
+A program of its own: the interpreter has to be chosen before the kernels are defined. Arguments: EP, then the seed.
+"""
+
+import os
+import sys
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+
+from tests.op.triton import tables_oracle
+from titan_mega_moe.op.symm_buffer import SymmBuffer, layout
+from titan_mega_moe.op.triton import routing
+
+
+def compare(all_ids: list[torch.Tensor], local_experts: int, t_max: int, calls: int) -> None:
+    ep, K = len(all_ids), all_ids[0].shape[1]
+    scores = [torch.rand(ids.shape) for ids in all_ids]
+    _, nbytes = layout(ep, t_max, 64, K, 1)
+    memories = [torch.zeros(nbytes, dtype=torch.uint8) for _ in range(ep)]
+    sizes = routing.Sizes(ep, t_max, K, local_experts)
+    buffers = [SymmBuffer(memories, rank, t_max, 64, K, 1) for rank in range(ep)]
+    scratch = [routing.Scratch(sizes, torch.device("cpu")) for _ in range(ep)]
+    for call in range(1, calls + 1):
+        for rank in range(ep):
+            scratch[rank].done.fill_(7)
+            routing.announce(buffers[rank], scratch[rank], all_ids[rank], scores[rank])
+        for rank in range(ep):
+            assert buffers[rank].epoch.item() == call
+            assert buffers[rank].view("routed").tolist() == [call] * ep
+            assert scratch[rank].done.tolist() == [0] * ep and scratch[rank].arrived.eq(0).all()
+            words = torch.full((sizes.words,), -77, dtype=torch.int32)
+            tables = routing.Tables(words, sizes)
+            routing.build(buffers[rank], scratch[rank], tables, sizes)
+            buffers[rank].check()
+            check(tables, tables_oracle.tables(all_ids, scores, rank, local_experts, t_max))
+
+
+def check(tables: routing.Tables, want: dict) -> None:
+    number = len(want["tiles"])
+    assert tables.num_tiles.item() == number
+    assert tables.tiles.view(-1, 4)[:number].tolist() == want["tiles"]
+    assert tables.tiles_of.tolist() == want["tiles_of"]
+    assert tables.tokens.tolist() == want["tokens"]
+    assert tables.expert_rows.tolist() == want["expert_rows"]
+    for row, source in want["rows"].items():
+        assert tables.rows[row].item() == source, (row, source)
+    for row, score in want["scores"].items():
+        assert abs(tables.scores[row].item() - score) < 1e-7
+    row_of, K = tables.row_of.tolist(), len(tables.row_of)
+    assert {i: r for i, r in enumerate(row_of) if r not in (-1, -77)} == want["row_of"], K
+
+
+def too_many_tokens(ep: int) -> None:
+    """A rank with more tokens than the buffers hold is named by every rank."""
+    t_max, K = 16, 2
+    sizes = routing.Sizes(ep, t_max, K, 2)
+    _, nbytes = layout(ep, t_max, 64, K, 1)
+    memories = [torch.zeros(nbytes, dtype=torch.uint8) for _ in range(ep)]
+    for rank in range(ep):
+        T = 17 if rank == ep - 1 else 5
+        buffer = SymmBuffer(memories, rank, t_max, 64, K, 1)
+        ids = torch.zeros(T, K, dtype=torch.int64)
+        routing.announce(buffer, routing.Scratch(sizes, torch.device("cpu")), ids, torch.rand(T, K))
+    for rank in range(ep):
+        buffer = SymmBuffer(memories, rank, t_max, 64, K, 1)
+        buffer.epoch.fill_(1)
+        tables = routing.Tables(torch.zeros(sizes.words, dtype=torch.int32), sizes)
+        routing.build(buffer, routing.Scratch(sizes, torch.device("cpu")), tables, sizes)
+        assert tables.tokens.tolist() == [5] * (ep - 1) + [0]
+        try:
+            buffer.check()
+        except RuntimeError as error:
+            assert f"rank {ep - 1} of the expert-parallel group has 17 tokens" in str(error), error
+            assert "hold 16" in str(error) and "max_tokens" in str(error)
+        else:
+            raise AssertionError("17 tokens passed")
+
+
+def main(ep: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    example = [torch.tensor([[1, 0], [1, -1], [0, 1]])]
+    if ep == 1:
+        compare(example, 2, 3, 1)
+    for local_experts, K, t_max in ((1, 1, 40), (3, 2, 300), (16, 8, 137), (128 if ep == 1 else 5, 4, 64)):
+        experts = local_experts * ep
+        K = min(K, experts)
+        tokens = [int(torch.randint(0, t_max + 1, ())) for _ in range(ep)]
+        tokens[0] = t_max
+        ids = [torch.rand(T, experts).argsort(1)[:, :K].contiguous() for T in tokens]
+        compare(ids, local_experts, t_max, 2)
+        for one in ids:
+            one[torch.rand(one.shape) < 0.3] = -1  # slots without an expert
+        compare(ids, local_experts, t_max, 1)
+        for one in ids:
+            one[:, 0] = experts - 1  # everything to one expert
+            one[:, 1:] = -1
+        compare(ids, local_experts, t_max, 1)
+        ids[-1] = ids[-1][:0]  # a rank without tokens
+        compare(ids, local_experts, t_max, 1)
+    too_many_tokens(ep)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

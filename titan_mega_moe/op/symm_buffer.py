@@ -1,0 +1,152 @@
+"""The symmetric buffer of an expert-parallel group: one allocation a rank, which every peer can read and write.
+
+One buffer serves all layers and both passes. What may be overwritten when: a rank begins its next call only after every
+peer has returned its sums for this one, and a peer returns them after the kernels that read the dispatched rows. So
+whoever begins call n + 1 may write into any peer's regions of call n; no further handshake is needed.
+
+    region     shape                   written by                          read by
+    recv       [copies, EP, t_max, D]  peers, dispatch of x (or dy)        this rank's gather
+    sums       [EP, t_max, D]          peers, each token's partial sum     this rank's last addition
+    ids        [EP, t_max, K] int32    peers, the expert ids               this rank's routing
+    scores     [EP, t_max, K] float32  peers, the router scores            this rank's routing
+    dscores    [t_max, K] float32      peers, the scores' gradients        this rank's last addition
+    tokens     [EP] int32              peers, their number of tokens       this rank's routing
+    routed, landed, returned  [EP] int32 flags, by ring distance of the writer: the epoch (number of the call) of
+               the last ids, rows, sums that are complete here. landed has one row a copy of recv.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from titan_mega_moe.op.backends import BufferPlan, group_of
+
+_ALIGNMENT = 1024
+# What a kernel was waiting for when its time ran out: gemm.cu's Phase.
+NONE, ROUTING, DISPATCH, COMBINE, TOKENS = range(5)
+TIMEOUT_SECONDS = 60
+
+
+@dataclass(frozen=True)
+class Region:
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def copies_of(keep: str) -> int:
+    """Receive regions: a backward that recomputes needs x and dy, one that does not only dy."""
+    return 1 if keep == "activations" else 2
+
+
+def layout(ep_size: int, t_max: int, dim: int, top_k: int, copies: int) -> tuple[dict[str, Region], int]:
+    """Regions by name, and the buffer's bytes."""
+    wanted: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+        "recv": ((copies, ep_size, t_max, dim), torch.bfloat16),
+        "sums": ((ep_size, t_max, dim), torch.bfloat16),
+        "ids": ((ep_size, t_max, top_k), torch.int32),
+        "scores": ((ep_size, t_max, top_k), torch.float32),
+        "dscores": ((t_max, top_k), torch.float32),
+        "tokens": ((ep_size,), torch.int32),
+        "routed": ((ep_size,), torch.int32),
+        "landed": ((copies, ep_size), torch.int32),
+        "returned": ((ep_size,), torch.int32),
+    }
+    regions, offset = {}, 0
+    for name, (shape, dtype) in wanted.items():
+        regions[name] = Region(offset, shape, dtype)
+        offset += -(-regions[name].nbytes // _ALIGNMENT) * _ALIGNMENT
+    return regions, offset
+
+
+class SymmBuffer:
+    """A group's buffer on this rank's device, with views of the peers'.
+
+    memories: every rank's buffer, as bytes, this rank's at `rank`; zeros.
+    """
+
+    def __init__(
+        self, memories: list[torch.Tensor], rank: int, t_max: int, dim: int, top_k: int, copies: int
+    ) -> None:
+        self._memories, self.rank, self.ep_size = memories, rank, len(memories)
+        self.t_max, self.dim, self.top_k = t_max, dim, top_k
+        self.regions, self.nbytes = layout(self.ep_size, t_max, dim, top_k, copies)
+        device = memories[rank].device
+        self.peers = torch.tensor([m.data_ptr() for m in memories], dtype=torch.int64, device=device)
+        self.epoch = torch.zeros(1, dtype=torch.int32, device=device)
+        # Host memory that kernels write when they give up: phase, ring distance, epoch wanted, epoch seen.
+        self.error = torch.zeros(4, dtype=torch.int32, pin_memory=device.type == "cuda")
+
+    @classmethod
+    def create(cls, plan: BufferPlan) -> "SymmBuffer":
+        """Allocates. A collective over the plan's group; EP=1 has no peers and takes ordinary memory.
+
+        Raises RuntimeError when the ranks cannot map each other's memory (different hosts, no peer access).
+        """
+        group = group_of(plan.group_name)
+        copies = copies_of(plan.keep)
+        ep_size, rank = (group.size(), group.rank()) if group is not None else (1, 0)
+        _, nbytes = layout(ep_size, plan.max_tokens, plan.dim, plan.top_k, copies)
+        if group is None:
+            memories = [torch.zeros(nbytes, dtype=torch.uint8, device=plan.device)]
+        else:
+            memories = _rendezvous(nbytes, plan, group)
+        return cls(memories, rank, plan.max_tokens, plan.dim, plan.top_k, copies)
+
+    def view(self, name: str, rank: int | None = None) -> torch.Tensor:
+        """A region of a rank's buffer (this rank's by default) in its shape."""
+        region = self.regions[name]
+        memory = self._memories[self.rank if rank is None else rank]
+        return memory[region.offset : region.offset + region.nbytes].view(region.dtype).view(region.shape)
+
+    def send(self, rows_TD: torch.Tensor, copy: int) -> None:
+        """Copies this rank's rows to every peer, nearest writer first, each followed by its flag.
+
+        Plain copies on the current stream: the copy engines move them and no multiprocessor is held. A peer sees its
+        flag only after the rows, since one stream's copies complete in order.
+        """
+        for distance in range(1, self.ep_size):
+            peer = (self.rank - distance) % self.ep_size
+            self.view("recv", peer)[copy, self.rank, : rows_TD.shape[0]].copy_(rows_TD, non_blocking=True)
+            self.view("landed", peer)[copy, distance].copy_(self.epoch[0], non_blocking=True)
+
+    def check(self) -> None:
+        """Raises RuntimeError if a kernel of an earlier call gave up waiting. Reads host memory, never waits."""
+        phase, distance, wanted, seen = self.error.tolist()
+        if phase == NONE:
+            return
+        peer = (self.rank + distance) % self.ep_size
+        if phase == TOKENS:
+            raise RuntimeError(
+                f"mega_moe: rank {peer} of the expert-parallel group has {seen} tokens, but the buffers of rank "
+                f"{self.rank} hold {self.t_max}; set [mega_moe] max_tokens to the largest number of tokens of a rank"
+            )
+        what = {ROUTING: "expert ids", DISPATCH: "dispatched rows", COMBINE: "combined sums"}[phase]
+        raise RuntimeError(
+            f"mega_moe: rank {self.rank} of the expert-parallel group waited {TIMEOUT_SECONDS} s for the {what} of rank "
+            f"{peer} (call {wanted}, the last that came was {seen}); look at that rank's log for an earlier error, "
+            "and at whether every rank makes the same calls in the same order"
+        )
+
+
+def _rendezvous(nbytes: int, plan: BufferPlan, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    import torch.distributed._symmetric_memory as symm_mem
+
+    memory = symm_mem.empty(nbytes, dtype=torch.uint8, device=plan.device)
+    try:
+        handle = symm_mem.rendezvous(memory, plan.group_name)
+        peers = [handle.get_buffer(rank, (nbytes,), torch.uint8) for rank in range(group.size())]
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"mega_moe: the {group.size()} ranks of group {plan.group_name!r} cannot map each other's memory ({error}); "
+            "expert parallelism has to stay within one host's NVLink domain"
+        ) from error
+    memory.zero_()
+    torch.cuda.synchronize(plan.device)
+    dist.barrier(group)  # no peer may write flags before they are zero
+    return peers

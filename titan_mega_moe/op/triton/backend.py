@@ -1,0 +1,302 @@
+"""The fused backend's forward and backward: which kernel runs when, on what.
+
+Shape suffixes as in op/__init__.py; R rows are padded and counted for the worst routing (workspace.py).
+
+    main stream   publish count scan tiles place | gate_up ............. | down ............... | combine
+    side stream           send x to every peer (copy engines)              (sums go to the peers)
+
+    main stream   begin | down_backward | weight_grad_down | gate_up_backward .. | weight_grad_gate_up
+    side stream         send dy to every peer                (sums go to the peers) (own sums, peers' added)
+
+The two streams meet before either pass returns.
+"""
+
+import torch
+import torch.distributed as dist
+
+from titan_mega_moe.op.backends import BufferPlan, Call
+from titan_mega_moe.op.symm_buffer import TIMEOUT_SECONDS
+from titan_mega_moe.op.triton import cuda, routing
+from titan_mega_moe.op.triton.cuda import Params, tensor_map
+from titan_mega_moe.op.triton.routing import Tables
+from titan_mega_moe.op.triton.workspace import Workspace, kept_shapes, nbytes, sizes_of
+
+MULTIPLE = 64  # of D and F: one 128-byte row of a shared-memory box
+MAX_TOP_K = 32  # a warp's lanes hold a token's slots
+MAX_GROUP = 32
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+class FusedBackend:
+    name = "triton"
+
+    def __init__(self) -> None:
+        self._workspaces: dict[tuple, Workspace] = {}
+
+    def unavailable_reason(self, device: torch.device) -> str | None:
+        if device.type != "cuda":
+            return f"its kernels need an NVIDIA Hopper GPU, the device is {device.type}"
+        if not torch.cuda.is_available():
+            return "its kernels need an NVIDIA Hopper GPU, and torch sees no GPU"
+        capability = torch.cuda.get_device_capability(device)
+        if capability[0] != 9:
+            return (
+                "its kernels are for Hopper (compute capability 9.0), this GPU "
+                f"({torch.cuda.get_device_name(device)}) has {capability[0]}.{capability[1]}"
+            )
+        try:
+            from cuda.bindings import driver, nvrtc  # noqa: F401
+        except ImportError as error:
+            return f"it compiles with NVRTC through cuda-bindings, which cannot be imported ({error})"
+        return None
+
+    def forward(
+        self,
+        call: Call,
+        x_TD: torch.Tensor,
+        ids_TK: torch.Tensor,
+        scores_TK: torch.Tensor,
+        w1_eFD: torch.Tensor,
+        w2_eDF: torch.Tensor,
+        w3_eFD: torch.Tensor,
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        work = self._workspace(call, x_TD, ids_TK, w1_eFD)
+        work.symm.check()
+        x, w1, w2, w3 = _bf16(x_TD, w1_eFD, w2_eDF, w3_eFD)
+        ids = ids_TK.contiguous()
+        saved = self.saved_like(call, x_TD, ids_TK, scores_TK, w1_eFD, w2_eDF, w3_eFD)
+        tables = Tables(saved[0], work.sizes)
+        routing.announce(work.symm, work.scratch, ids, scores_TK.float().contiguous())
+        if x.shape[0] > work.symm.t_max:  # the peers know now, and stop too
+            raise ValueError(
+                f"mega_moe: {x.shape[0]} tokens, but the buffers were made for at most {work.symm.t_max}; "
+                "set [mega_moe] max_tokens to the largest number of tokens of a rank"
+            )
+        sent = _beside(work, lambda: work.symm.send(x, 0))
+        routing.build(work.symm, work.scratch, tables, work.sizes)
+        kept = saved[1:] if call.keep == "activations" else None
+        scaled_h = _gate_up(work, tables, x, w1, w3, kept)
+        _launch(
+            work, "down", tables, a0=(scaled_h, (128, 64)), b0=(w2, (1, 256, 64)), c0=(work.by_row, (16, 64)),
+            combine=work.sizes.ep_size > 1, partial_rows=work.by_row,
+        )  # fmt: skip
+        y = torch.empty_like(x)
+        _launch(work, "combine", tables, partial_rows=work.by_row, ids=ids, out=y)
+        torch.cuda.current_stream(x.device).wait_event(sent)
+        return y.to(x_TD.dtype), saved
+
+    def saved_like(
+        self,
+        call: Call,
+        x_TD: torch.Tensor,
+        ids_TK: torch.Tensor,
+        scores_TK: torch.Tensor,
+        w1_eFD: torch.Tensor,
+        w2_eDF: torch.Tensor,
+        w3_eFD: torch.Tensor,
+    ) -> list[torch.Tensor]:
+        key = _key(call, x_TD, ids_TK, w1_eFD)
+        if key not in self._workspaces:
+            raise RuntimeError(
+                "mega_moe: the triton backend's buffers have to be made before the layer is traced; run it once outside "
+                "torch.compile, or call titan_mega_moe's parallelize"
+            )
+        sizes = self._workspaces[key].sizes
+        saved = [x_TD.new_empty(sizes.words, dtype=torch.int32)]
+        if call.keep == "activations":
+            shapes = kept_shapes(sizes, x_TD.shape[1], w1_eFD.shape[1]).values()
+            saved += [x_TD.new_empty(shape, dtype=torch.bfloat16) for shape in shapes]
+        return saved
+
+    def backward(
+        self,
+        call: Call,
+        dy_TD: torch.Tensor,
+        x_TD: torch.Tensor,
+        ids_TK: torch.Tensor,
+        scores_TK: torch.Tensor,
+        w1_eFD: torch.Tensor,
+        w2_eDF: torch.Tensor,
+        w3_eFD: torch.Tensor,
+        saved: list[torch.Tensor],
+    ) -> Tensors:
+        work = self._workspace(call, x_TD, ids_TK, w1_eFD)
+        work.symm.check()
+        dy, x, w1, w2, w3 = _bf16(dy_TD, x_TD, w1_eFD, w2_eDF, w3_eFD)
+        tables = Tables(saved[0], work.sizes)
+        recompute = call.keep == "inputs"
+        routing.begin[(1,)](work.symm.epoch, work.scratch.done, work.sizes.ep_size)
+
+        def send() -> None:
+            if recompute:
+                work.symm.send(x, 0)
+            work.symm.send(dy, copy)
+
+        copy = 1 if recompute else 0
+        sent = _beside(work, send)
+        if recompute:
+            gate_up, sorted_x = work.gate_up, work.sorted_x
+            scaled_h = _gate_up(work, tables, x, w1, w3, [gate_up, work.scaled_h, sorted_x])
+        else:
+            gate_up, scaled_h, sorted_x = saved[1:]
+        rows = work.by_row
+        _launch(
+            work, "down_backward", tables, own=dy, copy=copy, sorted=(rows, (64, 64)), keep=1, b0=(w2, (1, 64, 64)),
+            c0=(work.dgate, (16, 64)), c1=(work.dup, (16, 64)), gate_up=gate_up,
+        )  # fmt: skip
+        dw1, dw2, dw3 = (torch.empty_like(w, memory_format=torch.contiguous_format) for w in (w1, w2, w3))
+        box = (64, 64)
+        _launch(work, "weight_grad_down", tables, a0=(rows, box), b0=(scaled_h, box), c0=(dw2, (1, 16, 64)))
+        _launch(
+            work, "gate_up_backward", tables, a0=(work.dgate, (128, 64)), a1=(work.dup, (128, 64)),
+            b0=(w1, (1, 64, 64)), b1=(w3, (1, 64, 64)), c0=(rows, (16, 64)),
+            combine=work.sizes.ep_size > 1, partial_rows=rows, dscores_out=work.dscores,
+        )  # fmt: skip
+        dx = torch.empty_like(x)
+        dscores = torch.empty(scores_TK.shape, dtype=torch.float32, device=x.device)
+        _launch(
+            work, "weight_grad_gate_up", tables, a0=(work.dgate, box), a1=(work.dup, box), b0=(sorted_x, box),
+            c0=(dw1, (1, 16, 64)), c1=(dw3, (1, 16, 64)),
+            combine=1, partial_rows=rows, ids=ids_TK.contiguous(), out=dx, dscores_out=dscores,
+        )  # fmt: skip
+        torch.cuda.current_stream(x.device).wait_event(sent)
+        like = (x_TD, scores_TK, w1_eFD, w2_eDF, w3_eFD)
+        return tuple(g.to(t.dtype) for g, t in zip((dx, dscores, dw1, dw2, dw3), like, strict=True))
+
+    def prepare(self, plan: BufferPlan) -> None:
+        key = (plan.group_name, plan.dim, plan.hidden_dim, plan.num_experts, plan.top_k, plan.keep)
+        if key in self._workspaces and self._workspaces[key].plan.max_tokens >= plan.max_tokens:
+            return
+        _check_plan(plan)
+        self._workspaces[key] = Workspace(plan)
+        self._compile(plan)
+
+    def buffer_bytes(self, plan: BufferPlan) -> int | None:
+        return nbytes(plan)
+
+    def _compile(self, plan: BufferPlan) -> None:
+        """Runs the op once without tokens, so that no rank compiles while another waits for its flags."""
+        group = self._workspaces_group(plan)
+        for name in cuda.KERNELS:
+            cuda.kernel(name, plan.device.index)
+        if group is not None:
+            dist.barrier(group)
+        call = Call(plan.num_experts, plan.group_name, torch.bfloat16, plan.keep)
+        e = sizes_of(plan).local_experts
+        x = torch.zeros(0, plan.dim, dtype=torch.bfloat16, device=plan.device)
+        ids = torch.zeros(0, plan.top_k, dtype=torch.int64, device=plan.device)
+        scores = torch.zeros(0, plan.top_k, dtype=torch.float32, device=plan.device)
+        w1, w3 = (x.new_zeros(e, plan.hidden_dim, plan.dim) for _ in range(2))
+        w2 = x.new_zeros(e, plan.dim, plan.hidden_dim)
+        _, saved = self.forward(call, x, ids, scores, w1, w2, w3)
+        self.backward(call, x, x, ids, scores, w1, w2, w3, saved)
+        torch.cuda.synchronize(plan.device)
+        if group is not None:
+            dist.barrier(group)
+
+    def _workspaces_group(self, plan: BufferPlan) -> dist.ProcessGroup | None:
+        return Call(plan.num_experts, plan.group_name, torch.bfloat16, plan.keep).group
+
+    def _workspace(self, call: Call, x: torch.Tensor, ids: torch.Tensor, w1: torch.Tensor) -> Workspace:
+        """The workspace of the call's group and shapes; made here, once, for a layer that nobody planned."""
+        if call.compute_dtype != torch.bfloat16:
+            raise ValueError(
+                f'mega_moe: the triton backend computes in bfloat16, not {call.compute_dtype}; set compute_dtype = "bfloat16" '
+                'or backend = "reference"'
+            )
+        key = _key(call, x, ids, w1)
+        if key not in self._workspaces:
+            most = torch.tensor(x.shape[0], device=x.device)
+            if call.group is not None:
+                dist.all_reduce(most, dist.ReduceOp.MAX, call.group)
+            self.prepare(
+                BufferPlan(call.group_name, x.device, max(1, int(most)), x.shape[1], w1.shape[1], call.num_experts,
+                           ids.shape[1], call.keep)
+            )  # fmt: skip
+        return self._workspaces[key]
+
+
+def _key(call: Call, x: torch.Tensor, ids: torch.Tensor, w1: torch.Tensor) -> tuple:
+    return (call.group_name, x.shape[1], w1.shape[1], call.num_experts, ids.shape[1], call.keep)
+
+
+def _check_plan(plan: BufferPlan) -> None:
+    sizes = sizes_of(plan)
+    for name, value in (("D", plan.dim), ("F", plan.hidden_dim)):
+        if value <= 0 or value % MULTIPLE:
+            raise ValueError(
+                f"mega_moe: the triton backend needs {name} to be a multiple of {MULTIPLE}, got {value}; "
+                'set backend = "reference"'
+            )
+    limits = {
+        "experts of a rank": (
+            sizes.local_experts,
+            routing.MAX_LOCAL_EXPERTS,
+            "raise the expert parallel degree",
+        ),
+        "experts per token (K)": (plan.top_k, MAX_TOP_K, 'set backend = "reference"'),
+        "ranks of the expert-parallel group": (sizes.ep_size, MAX_GROUP, "lower the expert parallel degree"),
+    }
+    for what, (value, limit, remedy) in limits.items():
+        if value > limit:
+            raise ValueError(
+                f"mega_moe: the triton backend takes at most {limit} {what}, got {value}; {remedy}"
+            )
+
+
+def _bf16(*tensors: torch.Tensor) -> Tensors:
+    return tuple(t.to(torch.bfloat16).contiguous() for t in tensors)
+
+
+def _beside(work: Workspace, run) -> torch.cuda.Event:
+    """Runs on the side stream, after what the current stream holds; the event tells when it is done."""
+    work.side.wait_stream(torch.cuda.current_stream(work.plan.device))
+    with torch.cuda.stream(work.side):
+        run()
+        return work.side.record_event()
+
+
+def _gate_up(
+    work: Workspace,
+    tables: Tables,
+    x: torch.Tensor,
+    w1: torch.Tensor,
+    w3: torch.Tensor,
+    kept: list[torch.Tensor] | None,
+) -> torch.Tensor:
+    """s * h by row. kept: where g and u, s * h and the sorted x go; None keeps only s * h, in the workspace."""
+    gate_up, scaled_h, sorted_x = kept if kept is not None else (None, work.scaled_h, None)
+    extra = {} if kept is None else {"keep": 1, "gate_up": gate_up, "sorted": (sorted_x, (64, 64))}
+    box = (1, 128, 64)
+    _launch(
+        work, "gate_up", tables, own=x, copy=0, b0=(w1, box), b1=(w3, box), c0=(scaled_h, (16, 64)), **extra
+    )
+    return scaled_h
+
+
+def _launch(work: Workspace, name: str, tables: Tables, *, copy: int = 0, **fields) -> None:
+    """Fills a kernel's Params and runs it. A field is a tensor (its address), (tensor, box) or a number."""
+    symm, scratch, plan, sizes = work.symm, work.scratch, work.plan, work.sizes
+    params = Params()
+    everywhere = {
+        "recv": symm.view("recv")[copy], "landed": symm.view("landed")[copy], "returned": symm.view("returned"),
+        "rows": tables.rows, "scores": tables.scores, "tiles": tables.tiles, "num_tiles": tables.num_tiles,
+        "expert_rows": tables.expert_rows, "row_of": tables.row_of, "tokens": tables.tokens,
+        "tiles_of": tables.tiles_of, "dscores": work.dscores, "done": scratch.done, "sent": scratch.sent,
+        "epoch": symm.epoch, "error": symm.error, "peers": symm.peers,
+        "part_offset": symm.regions["sums"].offset, "dscores_offset": symm.regions["dscores"].offset,
+        "returned_offset": symm.regions["returned"].offset, "timeout_ns": TIMEOUT_SECONDS * 10**9,
+        "D": plan.dim, "F": plan.hidden_dim, "experts": sizes.local_experts, "rank": symm.rank, "t_max": symm.t_max,
+        "ep_size": sizes.ep_size, "top_k": plan.top_k, "max_rows": sizes.rows,
+    }  # fmt: skip
+    for field, value in (everywhere | fields).items():
+        if isinstance(value, tuple):
+            value = tensor_map(*value)
+        elif isinstance(value, torch.Tensor):
+            value = value.data_ptr()
+        setattr(params, field, value)
+    cuda.launch(name, params, work.multiprocessors, plan.device)
+
+
+BACKEND = FusedBackend()

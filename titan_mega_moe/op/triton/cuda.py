@@ -1,0 +1,170 @@
+"""Compiles gemm.cu with NVRTC, describes tensors to the TMA, launches its kernels.
+
+Only NVRTC and the driver are used, through `cuda.bindings`, which torch's CUDA builds depend on: no nvcc, no host
+compiler, no headers. The compiled image is cached on disk under the hash of the source and of NVRTC's version.
+"""
+
+import ctypes
+import functools
+import hashlib
+import os
+import tempfile
+from pathlib import Path
+
+import torch
+
+SOURCE = Path(__file__).with_name("gemm.cu")
+THREADS = 384
+SHARED_BYTES = 4 * 49152 + 8 * 2 * 2048 + 16 * 4  # gemm.cu: stages, staging buffers, barriers
+ARCH = "sm_90a"
+# Kernels of gemm.cu, and the blocks each wants on a multiprocessor. All but the combine take the shared memory whole.
+KERNELS = {
+    "gate_up": 1,
+    "down": 1,
+    "down_backward": 1,
+    "gate_up_backward": 1,
+    "weight_grad_gate_up": 1,
+    "weight_grad_down": 1,
+    "combine": 2,
+}
+
+
+class Params(ctypes.Structure):
+    """gemm.cu's `Params`, field for field."""
+
+    _fields_ = [
+        *[(name, ctypes.c_uint64 * 16) for name in ("a0", "a1", "b0", "b1", "c0", "c1", "sorted")],
+        *[(name, ctypes.c_uint64) for name in ("own", "recv")],
+        *[(name, ctypes.c_uint64) for name in ("rows", "scores", "tiles", "num_tiles", "expert_rows")],
+        *[(name, ctypes.c_uint64) for name in ("gate_up", "dscores", "done", "landed", "epoch", "error")],
+        *[
+            (name, ctypes.c_uint64)
+            for name in ("partial_rows", "row_of", "tokens", "tiles_of", "sent", "peers", "ids")
+        ],
+        *[(name, ctypes.c_uint64) for name in ("returned", "out", "dscores_out")],
+        *[
+            (name, ctypes.c_uint64)
+            for name in ("part_offset", "dscores_offset", "returned_offset", "timeout_ns")
+        ],
+        *[(name, ctypes.c_int32) for name in ("D", "F", "experts", "rank", "t_max", "ep_size")],
+        *[(name, ctypes.c_int32) for name in ("top_k", "max_rows", "keep", "combine")],
+    ]
+
+
+def _check(result: tuple) -> object:
+    """The value of a cuda.bindings call; RuntimeError with the call's error name otherwise."""
+    error, *values = result
+    if int(error) != 0:
+        raise RuntimeError(f"CUDA call failed: {error.name}")
+    return values[0] if values else None
+
+
+def cache_dir() -> Path:
+    return Path(os.environ.get("TITAN_MEGA_MOE_CACHE", Path.home() / ".cache" / "titan_mega_moe"))
+
+
+def compile_image(source: str, arch: str = ARCH) -> tuple[bytes, str]:
+    """(device image, compiler log) of a CUDA source; needs NVRTC, not a GPU. Raises RuntimeError with NVRTC's log."""
+    from cuda.bindings import nvrtc
+
+    program = _check(nvrtc.nvrtcCreateProgram(source.encode(), b"gemm.cu", 0, [], []))
+    options = [f"--gpu-architecture={arch}".encode(), b"--std=c++17", b"--ptxas-options=-v"]
+    status = nvrtc.nvrtcCompileProgram(program, len(options), options)[0]
+    log = b" " * _check(nvrtc.nvrtcGetProgramLogSize(program))
+    _check(nvrtc.nvrtcGetProgramLog(program, log))
+    text = log.rstrip(b"\0 ").decode()
+    if int(status) != 0:
+        raise RuntimeError(f"NVRTC could not compile the kernels for {arch}: {text}")
+    image = b" " * _check(nvrtc.nvrtcGetCUBINSize(program))
+    _check(nvrtc.nvrtcGetCUBIN(program, image))
+    _check(nvrtc.nvrtcDestroyProgram(program))
+    return image, text
+
+
+def _cached_image() -> bytes:
+    from cuda.bindings import nvrtc
+
+    source = SOURCE.read_text()
+    version = nvrtc.nvrtcVersion()[1:]
+    path = cache_dir() / f"gemm-{hashlib.sha256(f'{source}{version}{ARCH}'.encode()).hexdigest()[:16]}.cubin"
+    if path.exists():
+        return path.read_bytes()
+    image, _ = compile_image(source)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        file.write(image)
+    os.replace(file.name, path)  # ranks may race: each writes the same bytes, the rename is atomic
+    return image
+
+
+@functools.cache
+def kernel(name: str, device_index: int):
+    """A kernel of gemm.cu, loaded in the current context of `device_index`."""
+    from cuda.bindings import driver
+
+    function = _check(driver.cuModuleGetFunction(_module(device_index), name.encode()))
+    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    _check(driver.cuFuncSetAttribute(function, attribute, _shared_bytes(name)))
+    return function
+
+
+@functools.cache
+def _module(device_index: int):
+    from cuda.bindings import driver
+
+    torch.cuda.current_stream(device_index)  # makes sure that torch has created the context
+    return _check(driver.cuModuleLoadData(_cached_image()))
+
+
+@functools.lru_cache(maxsize=4096)
+def _tensor_map(
+    pointer: int, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
+) -> bytes:
+    from cuda.bindings import driver as d
+
+    rank = len(shape)
+    tensor_map = _check(
+        d.cuTensorMapEncodeTiled(
+            d.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+            rank,
+            pointer,
+            [d.cuuint64_t(n) for n in reversed(shape)],
+            [d.cuuint64_t(2 * n) for n in reversed(strides[:-1])],
+            [d.cuuint32_t(n) for n in reversed(box)],
+            [d.cuuint32_t(1)] * rank,
+            d.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            d.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            d.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            d.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+    )
+    return ctypes.string_at(tensor_map.getPtr(), 128)
+
+
+def tensor_map(tensor: torch.Tensor, box: tuple[int, ...]):
+    """TMA descriptor of a bf16 tensor with unit last stride, read or written in boxes of `box` elements, 128-byte
+    swizzled; reads outside the tensor give zeros, writes outside are dropped."""
+    encoded = _tensor_map(tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), box)
+    return (ctypes.c_uint64 * 16).from_buffer_copy(encoded)
+
+
+def _shared_bytes(name: str) -> int:
+    return SHARED_BYTES if KERNELS[name] == 1 else 0
+
+
+def launch(name: str, params: Params, multiprocessors: int, device: torch.device) -> None:
+    """Runs a kernel of gemm.cu on the current stream of `device`, on every multiprocessor."""
+    from cuda.bindings import driver
+
+    # The kernel's parameter is 64-byte aligned, and longer than Params by that alignment's padding.
+    storage = ctypes.create_string_buffer(ctypes.sizeof(Params) + 128)
+    address = (ctypes.addressof(storage) + 63) & ~63
+    ctypes.memmove(address, ctypes.byref(params), ctypes.sizeof(Params))
+    arguments = (ctypes.c_void_p * 1)(address)
+    blocks, stream = KERNELS[name] * multiprocessors, torch.cuda.current_stream(device).cuda_stream
+    _check(
+        driver.cuLaunchKernel(
+            kernel(name, device.index), blocks, 1, 1, THREADS, 1, 1, _shared_bytes(name), stream,
+            ctypes.addressof(arguments), 0,
+        )
+    )  # fmt: skip

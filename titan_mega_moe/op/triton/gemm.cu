@@ -1,0 +1,764 @@
+// The six grouped matrix products of the layer, for Hopper (sm_90a), with the sums over a token's experts and their
+// way home beside them. Compiled at first use by NVRTC: no headers.
+//
+// One persistent kernel body, six modes. A block is three warpgroups: one producer that fills a ring of shared-memory
+// stages, and two consumers that multiply (wgmma, 64 x 256 each, so a tile is 128 x 256). A consumer rounds its sums to
+// bf16 and frees the accumulators; where registers allow it stores them while the next tile's products run.
+//
+// Row space: the routed rows of this rank sorted by local expert, then by the ring distance of the source rank, then
+// by token; each expert starts at a multiple of 128. rows[] maps a row to source rank * t_max + token, or to -1 where it
+// only pads. The tile list names expert, first row, valid rows and chunk of every 128-row tile; a tile's chunk is the
+// largest ring distance in it, and the list ascends by chunk. Its length is read from device memory.
+//
+//   mode            out                     A operand (rows)        B operand            K     epilogue
+//   GATE_UP         sh[R,F] (g,u kept)      x gathered              w1 | w3 [e,F,D]      D     s * silu(g) * u
+//   DOWN            o[R,D]                  sh                      w2 [e,D,F]           F     none; counts tiles
+//   DOWN_BWD        dg,du[R,F]              dy gathered             w2 [e,D,F] ^T        D     SwiGLU's derivative
+//   GATE_UP_BWD     dx[R,D]                 dg then du              w1 then w3 ^T        2F    none; counts tiles
+//   DW13            dw1,dw3 [e,F,D]         dg^T or du^T            x sorted             rows  none
+//   DW2             dw2 [e,D,F]             dy^T sorted             sh                   rows  none
+//
+// Gathered rows go through cp.async, all else through TMA. Tiles with rows of a peer wait, in the producer only, for
+// that peer's flag, set after its rows landed. The gathered rows also leave a copy in sorted order, for the weight
+// gradients, from the shared-memory stages: column block n stores every tiles_n-th step.
+// Where the producer is one thread its group's other three warps do the combine:
+//   DOWN, GATE_UP_BWD      take the peers' tiles first, so that these warps can sum each peer's token rows as soon as
+//                          its tiles are done, and store the sums to the peer
+//   DW13                   sum this rank's own tokens' rows and add what the peers sent
+
+typedef unsigned char u8;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+#define DEVICE __device__ __forceinline__
+
+enum Mode { GATE_UP, DOWN, DOWN_BWD, GATE_UP_BWD, DW13, DW2 };
+
+constexpr int BM = 128, BN = 256, BK = 64, STAGES = 4;
+constexpr int A_BYTES = BM * BK * 2, B_BYTES = BN * BK * 2, STAGE_BYTES = A_BYTES + B_BYTES;
+constexpr int BOX = 64;                // columns of one 128-byte swizzled box
+constexpr int BOX_BYTES = 16 * BOX * 2;  // a warp's 16 rows of one output box
+constexpr int STAGING = STAGES * STAGE_BYTES, BARRIERS = STAGING + 8 * 2 * BOX_BYTES;
+
+struct __align__(64) TensorMap { u64 words[16]; };
+
+struct Params {
+    TensorMap a0, a1, b0, b1, c0, c1, sorted;
+    const u8* own;           // [T, D] bf16: this rank's x or dy
+    const u8* recv;          // [EP, t_max, D] bf16: the peers'
+    const int* rows;         // [R] source rank * t_max + token, or -1
+    const float* scores;     // [R] router scores, 0 where a row pads
+    const int4* tiles;       // expert, first row, valid rows, chunk
+    const int* num_tiles;    // [1]
+    const int* expert_rows;  // [e, 2] first row and number of rows
+    uint4* gate_up;          // kept g and u, bf16, in the order the consumers' registers hold them
+    float* dscores;          // [F / 64, R] partial row sums of h * dh
+    u32* done;               // [EP] warps that have stored their part of a tile of that chunk
+    const u32* landed;       // [EP] epoch at which the rows of the source at that distance last landed
+    const u32* epoch;        // [1]
+    u32* error;              // [4] code, chunk, wanted, seen (host memory)
+    // The combine: sums over a token's rows of this rank.
+    const u8* partial_rows;    // [R, D] bf16: o or dx
+    const int* row_of;         // [EP, t_max, K] row of a (source, token, slot), or -1
+    const int* tokens;         // [EP] tokens of each rank
+    const int* tiles_of;       // [EP] tiles of each chunk
+    u32* sent;                 // [EP] warps that have sent their part of a chunk
+    const u64* peers;          // [EP] each rank's symmetric buffer
+    const long long* ids;      // [T, K] global expert ids of this rank's tokens
+    const u32* returned;       // [EP] epoch at which the sums of the rank at that distance last landed
+    u8* out;                   // [T, D] bf16: y or dx
+    float* dscores_out;        // [T, K], or null in the forward
+    u64 part_offset, dscores_offset, returned_offset;  // bytes into a symmetric buffer: sums [EP, t_max, D], [t_max, K], flags [EP]
+    u64 timeout_ns;
+    int D, F, experts, rank, t_max, ep_size, top_k, max_rows, keep, combine;
+};
+
+DEVICE u32 smem_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+DEVICE int lane_id() { return threadIdx.x & 31; }
+DEVICE void barrier_init(u32 bar, u32 count) { asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count)); }
+DEVICE void barrier_arrive(u32 bar) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory"); }
+DEVICE void barrier_expect(u32 bar, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
+}
+DEVICE void barrier_wait(u32 bar, u32 parity) {
+    asm volatile(
+        "{\n.reg .pred p;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra done;\nbra again;\ndone:\n}\n" ::"r"(bar),
+        "r"(parity)
+        : "memory");
+}
+DEVICE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+DEVICE void tma_load(const TensorMap& map, u32 dst, u32 bar, int x, int y) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(dst),
+                 "l"(&map), "r"(bar), "r"(x), "r"(y)
+                 : "memory");
+}
+DEVICE void tma_load(const TensorMap& map, u32 dst, u32 bar, int x, int y, int z) {
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(dst),
+                 "l"(&map), "r"(bar), "r"(x), "r"(y), "r"(z)
+                 : "memory");
+}
+DEVICE void bulk_load(u32 dst, const void* src, u32 bytes, u32 bar) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst), "l"(src), "r"(bytes), "r"(bar) : "memory");
+}
+DEVICE void tma_store(const TensorMap& map, u32 src, int x, int y) {
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(&map), "r"(src), "r"(x), "r"(y) : "memory");
+}
+DEVICE void tma_store(const TensorMap& map, u32 src, int x, int y, int z) {
+    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(&map), "r"(src), "r"(x), "r"(y), "r"(z)
+                 : "memory");
+}
+DEVICE void store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+template <int N>
+DEVICE void store_wait_read() { asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory"); }
+DEVICE void store_wait_all() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
+DEVICE void load_shared(u32 (&v)[4], u32 address) {
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(address));
+}
+
+// 16 bytes from global to shared memory; bytes = 0 writes zeros.
+DEVICE void copy16(u32 dst, const u8* src, u32 bytes) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(bytes) : "memory");
+}
+DEVICE void copy_arrive(u32 bar) { asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory"); }
+
+DEVICE void wgmma_arrive() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int N>
+DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
+
+// 128-byte swizzle. K-major: rows of 64 k, groups of 8 rows 1024 bytes apart. MN-major: chunks of 64 m (or n) 8192
+// bytes apart, each 64 k-rows of 128 bytes, groups of 8 k-rows 1024 bytes apart.
+DEVICE u64 descriptor(u32 address, bool mn_major) {
+    u64 leading = mn_major ? 8192 >> 4 : 1;
+    return (u64)((address & 0x3FFFF) >> 4) | leading << 16 | (u64)(1024 >> 4) << 32 | 1ull << 62;
+}
+
+template <int TRANS_A, int TRANS_B>
+DEVICE void wgmma_m64n256k16(float (&d)[128], u64 desc_a, u64 desc_b, int accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
+        "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
+        "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
+        "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
+        "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+        "}, %128, %129, p, 1, 1, %131, %132;\n}\n"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
+          "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
+          "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
+          "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+          "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]),
+          "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]),
+          "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79]),
+          "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]),
+          "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95]),
+          "+f"(d[96]), "+f"(d[97]), "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103]),
+          "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111]),
+          "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]),
+          "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
+        : "l"(desc_a), "l"(desc_b), "r"(accumulate), "n"(TRANS_A), "n"(TRANS_B));
+}
+
+DEVICE u32 pack(float low, float high) {
+    u32 r;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+    return r;
+}
+DEVICE float low(u32 w) { return __uint_as_float(w << 16); }
+DEVICE float high(u32 w) { return __uint_as_float(w & 0xFFFF0000u); }
+DEVICE float sigmoid(float x) {
+    float t;
+    asm("tanh.approx.f32 %0, %1;" : "=f"(t) : "f"(0.5f * x));
+    return fmaf(0.5f, t, 0.5f);
+}
+
+DEVICE u32 load_relaxed(const u32* p) {
+    u32 v;
+    asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    return v;
+}
+DEVICE u64 now_ns() {
+    u64 t;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
+    return t;
+}
+
+enum Phase { NONE, ROUTING, DISPATCH, COMBINE };  // as in symm_buffer.py
+
+// Waits until a flag has reached `wanted`. Bounded: after the time limit it records phase and ring distance for the host
+// and goes on, so that the grid always ends; once an error is recorded nothing waits any more.
+DEVICE void wait_flag(const u32* flag, u32 wanted, int phase, int distance, u32* error, u64 timeout_ns) {
+    u64 start = 0;
+    u32 seen;
+    // Polls relaxed: an acquiring load would empty the L1 cache at every turn.
+    while ((int)((seen = load_relaxed(flag)) - wanted) < 0) {
+        __nanosleep(100);
+        if (start == 0) start = now_ns();
+        if (now_ns() - start > timeout_ns) {
+            if (*(volatile u32*)error != NONE) return;
+            error[1] = distance;
+            error[2] = wanted;
+            error[3] = seen;
+            __threadfence_system();
+            *(volatile u32*)error = phase;
+            return;
+        }
+    }
+    __threadfence_system();
+}
+
+template <int MODE>
+struct Shape {
+    static constexpr bool WEIGHT = MODE == DW13 || MODE == DW2;
+    static constexpr bool GATHER = MODE == GATE_UP || MODE == DOWN_BWD;
+    static constexpr u32 TMA_BYTES = GATHER ? B_BYTES : STAGE_BYTES;
+    static constexpr int PRODUCER_REGISTERS = GATHER ? 56 : 72, CONSUMER_REGISTERS = GATHER ? 224 : 216;
+    static constexpr bool B_MN = WEIGHT || MODE == DOWN_BWD || MODE == GATE_UP_BWD;
+    static constexpr bool DESCENDING = MODE == DOWN || MODE == GATE_UP_BWD;  // peers' rows first: their sums travel
+    // SwiGLU's epilogues need too many registers to run beside the next tile's products.
+    static constexpr bool DEFERS = !GATHER;
+};
+
+// What one tile multiplies: its expert, first row, columns and number of 64-deep steps.
+struct Tile { int expert, row, valid, chunk, n, m, steps; };  // m: row block of a weight gradient, else the tile's place in the list
+
+template <int MODE>
+struct Schedule {
+    int tiles_n, tiles_m, total, count;
+    const Params& p;
+    DEVICE Schedule(const Params& params) : p(params) {
+        int width = MODE == GATE_UP || MODE == DOWN_BWD || MODE == DW2 ? p.F : p.D;
+        int block = MODE == GATE_UP ? BN / 2 : BN;
+        tiles_n = (width + block - 1) / block;
+        if (Shape<MODE>::WEIGHT) {
+            tiles_m = MODE == DW13 ? 2 * ((p.F + BM - 1) / BM) : (p.D + BM - 1) / BM;
+            total = p.experts * tiles_m * tiles_n;
+        } else {
+            count = *p.num_tiles;
+            total = count * tiles_n;
+        }
+    }
+    DEVICE Tile operator[](int i) const {
+        Tile t;
+        t.n = i % tiles_n;
+        int rest = i / tiles_n;
+        t.chunk = 0;
+        if (Shape<MODE>::WEIGHT) {
+            t.m = rest % tiles_m;
+            t.expert = rest / tiles_m;
+            t.row = p.expert_rows[2 * t.expert];
+            t.valid = p.expert_rows[2 * t.expert + 1];
+            t.steps = (t.valid + BK - 1) / BK;
+        } else {
+            t.m = Shape<MODE>::DESCENDING ? count - 1 - rest : rest;
+            int4 r = p.tiles[t.m];
+            t.expert = r.x; t.row = r.y; t.valid = r.z; t.chunk = r.w;
+            t.steps = (MODE == DOWN ? p.F : MODE == GATE_UP_BWD ? 2 * p.F : p.D) / BK;
+        }
+        return t;
+    }
+};
+
+// DOWN_BWD's extra steps for column block n, each bringing the kept g and u of 64 columns for the epilogue.
+DEVICE int extra_steps(const Params& p, int n) { return p.F - n * BN >= BN ? 4 : (p.F - n * BN) / BOX; }
+
+// Where the kept g and u of the 64 rows from `row` x 128 columns lie: 16 vectors of 16 bytes a thread, g in
+// the first 8, u in the last 8, vector v of all 128 threads together.
+constexpr u32 KEPT_BYTES = 4 * 128 * 16;
+DEVICE uint4* kept_block(const Params& p, int row, int f_tiles, int f) {
+    return p.gate_up + ((u64)(row / 64) * f_tiles + f) * 2048;
+}
+
+// Fills the stages: thread 0 through TMA, and where rows are gathered all 128 threads.
+template <int MODE>
+DEVICE void produce(const Params& p, u32 smem, const Schedule<MODE>& schedule) {
+    using S = Shape<MODE>;
+    const int thread = threadIdx.x;
+    const u32 full = smem + BARRIERS, empty = full + 8 * STAGES;
+    const int f_tiles = (p.F + BM - 1) / BM;
+    int confirmed = 0;
+    u32 it = 0;
+    // A thread gathers 16-byte column (thread % 8) of rows thread / 8 + 16 j; rows that only pad become zeros.
+    int ids[8];
+    auto fetch_ids = [&](const Tile& t) {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) ids[j] = p.rows[t.row + thread / 8 + 16 * j];
+    };
+    Tile next{};
+    if (blockIdx.x < schedule.total) next = schedule[blockIdx.x];
+    if (S::GATHER && blockIdx.x < schedule.total) fetch_ids(next);
+    for (int i = blockIdx.x; i < schedule.total; i += gridDim.x) {
+        const Tile t = next;
+        const u8* source[8];
+        u32 present = 0;
+        if (S::GATHER) {
+            if (t.chunk > confirmed) {
+                if (thread == 0)
+                    for (int c = confirmed + 1; c <= t.chunk; ++c) wait_flag(p.landed + c, *p.epoch, DISPATCH, c, p.error, p.timeout_ns);
+                asm volatile("bar.sync 1, 128;" ::: "memory");
+                confirmed = t.chunk;
+            }
+#pragma unroll
+            for (int j = 0; j < 8; ++j) {
+                const int own = ids[j] - p.rank * p.t_max;
+                const bool is_own = ids[j] < 0 || (own >= 0 && own < p.t_max);
+                source[j] = (is_own ? p.own : p.recv) + (long long)(ids[j] < 0 ? 0 : is_own ? own : ids[j]) * p.D * 2 + thread % 8 * 16;
+                present |= (u32)(ids[j] >= 0) << j;
+            }
+        }
+        if (i + gridDim.x < schedule.total) {
+            next = schedule[i + gridDim.x];
+            if (S::GATHER) fetch_ids(next);
+        }
+        for (int k = 0; k < t.steps; ++k) {
+            const u32 stage = it % STAGES, a = smem + stage * STAGE_BYTES, b = a + A_BYTES, bar = full + 8 * stage;
+            barrier_wait(empty + 8 * stage, ((it / STAGES) & 1) ^ 1);
+            if (thread == 0) {
+                barrier_expect(bar, S::TMA_BYTES);
+                if (MODE == GATE_UP) {
+                    tma_load(p.b0, b, bar, k * BK, t.n * BM, t.expert);
+                    tma_load(p.b1, b + B_BYTES / 2, bar, k * BK, t.n * BM, t.expert);
+                } else if (MODE == DOWN) {
+                    tma_load(p.a0, a, bar, k * BK, t.row);
+                    tma_load(p.b0, b, bar, k * BK, t.n * BN, t.expert);
+                } else if (MODE == DOWN_BWD) {
+#pragma unroll
+                    for (int c = 0; c < 4; ++c) tma_load(p.b0, b + 8192 * c, bar, t.n * BN + 64 * c, k * BK, t.expert);
+                } else if (MODE == GATE_UP_BWD) {
+                    const bool up = k * BK >= p.F;
+                    const int depth = k * BK - (up ? p.F : 0);
+                    tma_load(up ? p.a1 : p.a0, a, bar, depth, t.row);
+#pragma unroll
+                    for (int c = 0; c < 4; ++c) tma_load(up ? p.b1 : p.b0, b + 8192 * c, bar, t.n * BN + 64 * c, depth, t.expert);
+                } else {
+                    const bool up = MODE == DW13 && t.m >= f_tiles;
+                    const int m = (t.m - (up ? f_tiles : 0)) * BM;
+#pragma unroll
+                    for (int c = 0; c < 2; ++c) tma_load(up ? p.a1 : p.a0, a + 8192 * c, bar, m + 64 * c, t.row + k * BK);
+#pragma unroll
+                    for (int c = 0; c < 4; ++c) tma_load(p.b0, b + 8192 * c, bar, t.n * BN + 64 * c, t.row + k * BK);
+                }
+            }
+            if (S::GATHER) {
+                const u32 dst = a + (thread / 8) * 128 + (((thread % 8) ^ (thread / 8 % 8)) << 4);
+#pragma unroll
+                for (int j = 0; j < 8; ++j) copy16(dst + j * 2048, source[j] + k * BK * 2, present >> j & 1 ? 16 : 0);
+                copy_arrive(bar);
+            }
+            ++it;
+        }
+        for (int c = 0; MODE == DOWN_BWD && c < extra_steps(p, t.n); ++c, ++it) {
+            const u32 stage = it % STAGES, a = smem + stage * STAGE_BYTES, bar = full + 8 * stage;
+            barrier_wait(empty + 8 * stage, ((it / STAGES) & 1) ^ 1);
+            if (thread == 0) {
+                barrier_expect(bar, 4 * KEPT_BYTES);
+#pragma unroll
+                for (int q = 0; q < 4; ++q)  // g, u of the first 64 rows, then of the second
+                    bulk_load(a + q * KEPT_BYTES, kept_block(p, t.row + q / 2 * 64, f_tiles, 2 * t.n + c / 2) + ((q % 2) * 8 + c % 2 * 4) * 128, KEPT_BYTES, bar);
+            }
+            copy_arrive(bar);
+        }
+    }
+    // Copies still in flight must land before the block's shared memory is gone.
+    if (S::GATHER) asm volatile("cp.async.wait_all;" ::: "memory");
+}
+
+// A warp's output leaves in boxes of 16 rows x 64 columns: stmatrix into one of two staging buffers, then a TMA store.
+struct Writer {
+    u32 staging;
+    u32 count;
+    DEVICE u32 buffer(int i) const { return staging + i * BOX_BYTES; }
+    // Column groups j and j + 1 (8 columns each): words of rows 0-7 and 8-15 of j, then of j + 1.
+    DEVICE void put(u32 buffer, int j, u32 w0, u32 w1, u32 w2, u32 w3) const {
+        const int lane = lane_id(), row = lane & 15;
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(buffer + row * 128 + (((j + (lane >> 4)) ^ (row & 7)) << 4)),
+                     "r"(w0), "r"(w1), "r"(w2), "r"(w3)
+                     : "memory");
+    }
+    // words(j, half): the packed pair of column group j, rows 0-7 (half 0) or 8-15 (half 1).
+    template <class Words, class Store>
+    DEVICE void box(Words words, Store store) {
+        const u32 base = buffer(count++ & 1);
+        if (lane_id() == 0) store_wait_read<1>();
+        __syncwarp();
+#pragma unroll
+        for (int j = 0; j < 8; j += 2) put(base, j, words(j, 0), words(j, 1), words(j + 1, 0), words(j + 1, 1));
+        fence_async();
+        __syncwarp();
+        if (lane_id() == 0) {
+            store(base);
+            store_commit();
+        }
+    }
+};
+
+DEVICE void group_sync(int group) { asm volatile("bar.sync %0, 128;" ::"r"(2 + group) : "memory"); }
+
+// The finished products of a tile, rounded to bf16, on their way out while the next tile is multiplied. Register
+// layout of wgmma: word 2 j + h holds columns 8 j + 2 (lane % 4) + {0, 1} of row lane / 4 + 8 h of the warp's 16.
+template <int MODE>
+struct Held {
+    u32 words[64];
+    int row, n, chunk, expert, m;  // row: the group's first, or -1 if none of its rows is valid
+
+    DEVICE void take(const float (&acc)[128]) {
+#pragma unroll
+        for (int i = 0; i < 64; ++i) words[i] = pack(acc[2 * i], acc[2 * i + 1]);
+    }
+
+    // Step c (0 to 3) of the way out.
+    template <int C>
+    DEVICE void step(const Params& p, Writer& writer, int group, int f_tiles, u32 kept) {
+        const int thread = threadIdx.x % 128, warp = thread / 32, row = this->row + warp * 16;
+        if (MODE == GATE_UP) {
+            if (C < 2) {
+                const int column = n * BM + C * BOX;
+                const float scores[2] = {p.scores[row + lane_id() / 4], p.scores[row + lane_id() / 4 + 8]};
+                if (column < p.F)
+                    writer.box(
+                        [&](int j, int h) {
+                            const u32 g = words[2 * (8 * (C & 1) + j) + h], u = words[32 + 2 * (8 * (C & 1) + j) + h];
+                            const float s = scores[h], g0 = low(g), g1 = high(g);
+                            return pack(g0 * sigmoid(g0) * low(u) * s, g1 * sigmoid(g1) * high(u) * s);
+                        },
+                        [&](u32 from) { tma_store(p.c0, from, column, row); });
+            } else if (p.keep) {
+                uint4* out = kept_block(p, this->row, f_tiles, n) + thread;
+#pragma unroll
+                for (int v = 8 * (C & 1); v < 8 * (C & 1) + 8; ++v) out[v * 128] = make_uint4(words[4 * v], words[4 * v + 1], words[4 * v + 2], words[4 * v + 3]);
+            }
+        } else if (MODE == DOWN_BWD) {
+            const int column = n * BN + C * BOX;
+            const float scores[2] = {p.scores[row + lane_id() / 4], p.scores[row + lane_id() / 4 + 8]};
+            float sums[2] = {0.f, 0.f};
+            if (lane_id() == 0) store_wait_read<0>();
+            __syncwarp();
+#pragma unroll
+            for (int v = 0; v < 4; ++v) {
+                u32 gs[4], us[4], dg[4], du[4];
+                load_shared(gs, kept + v * 2048);
+                load_shared(us, kept + KEPT_BYTES + v * 2048);
+#pragma unroll
+                for (int w = 0; w < 4; ++w) {
+                    const u32 dh = words[16 * C + 4 * v + w];
+                    float out[2][2];
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) {
+                        const float g = e ? high(gs[w]) : low(gs[w]), u = e ? high(us[w]) : low(us[w]), d = e ? high(dh) : low(dh);
+                        const float sig = sigmoid(g), silu = g * sig, ds = d * scores[w & 1];
+                        sums[w & 1] = fmaf(silu * u, d, sums[w & 1]);
+                        out[0][e] = ds * u * fmaf(silu, 1.f - sig, sig);
+                        out[1][e] = ds * silu;
+                    }
+                    dg[w] = pack(out[0][0], out[0][1]);
+                    du[w] = pack(out[1][0], out[1][1]);
+                }
+                writer.put(writer.buffer(0), 2 * v, dg[0], dg[1], dg[2], dg[3]);
+                writer.put(writer.buffer(1), 2 * v, du[0], du[1], du[2], du[3]);
+            }
+            fence_async();
+            __syncwarp();
+            if (lane_id() == 0) {
+                tma_store(p.c0, writer.buffer(0), column, row);
+                tma_store(p.c1, writer.buffer(1), column, row);
+                store_commit();
+            }
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                sums[h] += __shfl_xor_sync(~0u, sums[h], 1);
+                sums[h] += __shfl_xor_sync(~0u, sums[h], 2);
+                if (lane_id() % 4 == 0) p.dscores[(u64)(4 * n + C) * p.max_rows + row + lane_id() / 4 + 8 * h] = sums[h];
+            }
+        } else {
+            const int column = n * BN + C * BOX;
+            const bool up = MODE == DW13 && m >= f_tiles;
+            const int first = (m - (up ? f_tiles : 0)) * BM + group * 64 + warp * 16;
+            if (column < (MODE == DW2 ? p.F : p.D))
+                writer.box([&](int j, int h) { return words[16 * C + 2 * j + h]; },
+                           [&](u32 from) {
+                               if (Shape<MODE>::WEIGHT) tma_store(up ? p.c1 : p.c0, from, column, first, expert);
+                               else tma_store(p.c0, from, column, row);
+                           });
+        }
+    }
+};
+
+template <int MODE>
+DEVICE void consume(const Params& p, u32 smem, const Schedule<MODE>& schedule) {
+    using S = Shape<MODE>;
+    const int group = threadIdx.x / 128 - 1, thread = threadIdx.x % 128, warp = thread / 32, lane = lane_id();
+    const u32 full = smem + BARRIERS, empty = full + 8 * STAGES;
+    const int f_tiles = (p.F + BM - 1) / BM;
+    Writer writer{smem + STAGING + (group * 4 + warp) * 2 * BOX_BYTES, 0};
+    u32 it = 0;
+    float acc[128];
+    Held<MODE> held;
+    held.row = -1;
+    held.n = -1;
+    held.chunk = -1;
+
+    auto step_out = [&](int c) {
+        if (held.row < 0) return;
+        if (c == 0) held.template step<0>(p, writer, group, f_tiles, 0);
+        else if (c == 1) held.template step<1>(p, writer, group, f_tiles, 0);
+        else if (c == 2) held.template step<2>(p, writer, group, f_tiles, 0);
+        else if (c == 3) held.template step<3>(p, writer, group, f_tiles, 0);
+    };
+    // The held tile's stores are complete: tell the warps that sum its rows.
+    auto report = [&] {
+        if (S::DESCENDING && lane == 0 && held.chunk >= 0) {
+            store_wait_all();
+            asm volatile("fence.proxy.async;\nred.release.gpu.global.add.u32 [%0], 1;" ::"l"(p.done + held.chunk) : "memory");
+        }
+    };
+    Tile next{};
+    if (blockIdx.x < schedule.total) next = schedule[blockIdx.x];
+    for (int i = blockIdx.x; i < schedule.total; i += gridDim.x) {
+        const Tile t = next;
+        if (i + gridDim.x < schedule.total) next = schedule[i + gridDim.x];
+        const bool active = S::WEIGHT || t.valid > group * 64;
+        if (active) {
+            u32 last = 0;
+            if (S::WEIGHT && t.steps == 0) {
+#pragma unroll
+                for (int j = 0; j < 128; ++j) acc[j] = 0.f;
+            }
+            for (int k = 0; k < t.steps; ++k) {
+                const u32 stage = it % STAGES, at = smem + stage * STAGE_BYTES + group * 8192;
+                barrier_wait(full + 8 * stage, (it / STAGES) & 1);
+                const u64 a = descriptor(at, S::WEIGHT), b = descriptor(smem + stage * STAGE_BYTES + A_BYTES, S::B_MN);
+                if (S::GATHER) fence_async();
+                wgmma_arrive();
+#pragma unroll
+                for (int j = 0; j < BK / 16; ++j)
+                    wgmma_m64n256k16<S::WEIGHT, S::B_MN>(acc, a + j * (S::WEIGHT ? 128 : 2), b + j * (S::B_MN ? 128 : 2), k > 0 || j > 0);
+                wgmma_commit();
+                ++it;
+                const bool leave = S::GATHER && p.keep && thread == 1 && k % schedule.tiles_n == t.n;
+                if (leave) {
+                    tma_store(p.sorted, at, k * BK, t.row + group * 64);
+                    store_commit();
+                }
+                if (S::DEFERS) step_out(k);
+                if (k > 0) {
+                    wgmma_wait<1>();
+                    if (thread == 1) {
+                        // The stage may still be read by its sorted store, which is not this step's.
+                        if (S::GATHER && p.keep) leave ? store_wait_read<1>() : store_wait_read<0>();
+                        barrier_arrive(empty + 8 * last);
+                    }
+                }
+                last = stage;
+            }
+            wgmma_wait<0>();
+            if (t.steps > 0 && thread == 1) {
+                if (S::GATHER && p.keep) store_wait_read<0>();
+                barrier_arrive(empty + 8 * last);
+            }
+        } else {
+            for (int k = 0; k < t.steps; ++k) {
+                const u32 stage = it % STAGES;
+                barrier_wait(full + 8 * stage, (it / STAGES) & 1);
+                group_sync(group);  // or a barrier's phase could wrap under a late warp
+                if (thread == 1) barrier_arrive(empty + 8 * stage);
+                ++it;
+                if (S::DEFERS) step_out(k);
+            }
+        }
+        for (int c = t.steps; S::DEFERS && c < 4; ++c) step_out(c);
+        report();
+        if (S::DEFERS) {
+            if (active) held.take(acc);
+            held.row = active ? t.row + group * 64 : -1;
+            held.n = t.n;
+            held.chunk = t.chunk;
+            held.expert = t.expert;
+            held.m = t.m;
+            continue;
+        }
+        Held<MODE> now;
+        now.row = t.row + group * 64;
+        now.n = t.n;
+        if (active) now.take(acc);
+        // DOWN_BWD's steps each take a stage with the kept g and u of 64 columns.
+        const int steps_out = MODE == DOWN_BWD ? extra_steps(p, t.n) : 4;
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+            if (c >= steps_out) break;
+            const u32 stage = it % STAGES, kept = smem + stage * STAGE_BYTES + group * 2 * KEPT_BYTES + thread * 16;
+            if (MODE == DOWN_BWD) barrier_wait(full + 8 * stage, (it / STAGES) & 1);
+            if (active) {
+                if (c == 0) now.template step<0>(p, writer, group, f_tiles, kept);
+                if (c == 1) now.template step<1>(p, writer, group, f_tiles, kept);
+                if (c == 2) now.template step<2>(p, writer, group, f_tiles, kept);
+                if (c == 3) now.template step<3>(p, writer, group, f_tiles, kept);
+            }
+            if (MODE == DOWN_BWD) {
+                group_sync(group);
+                if (thread == 1) barrier_arrive(empty + 8 * stage);
+                ++it;
+            }
+        }
+    }
+    for (int c = 0; S::DEFERS && c < 4; ++c) step_out(c);
+    report();
+    if (lane < 2) store_wait_all();
+}
+
+// ---- The combine: warps that do not multiply sum a token's rows of this rank.
+
+// A lane's part of 512 columns of a row: two 16-byte vectors, 256 columns apart.
+DEVICE void get_row(uint4 (&v)[2], const u8* at, bool first, bool second) {
+    v[0] = first ? __ldcg((const uint4*)at) : make_uint4(0, 0, 0, 0);
+    v[1] = second ? __ldcg((const uint4*)(at + 512)) : make_uint4(0, 0, 0, 0);
+}
+DEVICE void add_row(float (&sum)[16], const uint4 (&v)[2]) {
+#pragma unroll
+    for (int q = 0; q < 2; ++q) {
+        const u32 w[4] = {v[q].x, v[q].y, v[q].z, v[q].w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            sum[8 * q + 2 * i] += low(w[i]);
+            sum[8 * q + 2 * i + 1] += high(w[i]);
+        }
+    }
+}
+DEVICE void put_row(const float (&sum)[16], u8* at, bool second) {
+#pragma unroll
+    for (int q = 0; q < 2; ++q)
+        if (q == 0 || second)
+            *(uint4*)(at + 512 * q) = make_uint4(pack(sum[8 * q], sum[8 * q + 1]), pack(sum[8 * q + 2], sum[8 * q + 3]), pack(sum[8 * q + 4], sum[8 * q + 5]),
+                                                 pack(sum[8 * q + 6], sum[8 * q + 7]));
+}
+
+// The router-score gradient of a row: its partial sums, in order.
+DEVICE float dscore(const Params& p, int row) {
+    float sum = 0.f;
+    for (int n = 0; n < p.F / BOX; ++n) sum += p.dscores[(u64)n * p.max_rows + row];
+    return sum;
+}
+
+// `out` = sum over one token's rows, in slot order, in float32, plus what `more` adds; row: that of this lane's slot, or -1.
+template <class More>
+DEVICE void sum_token(const Params& p, int row, u8* out, More more) {
+    const u32 slots = __ballot_sync(~0u, row >= 0);
+    for (int column = lane_id() * 8; column < p.D + lane_id() * 8; column += 512) {
+        // D is a multiple of 64, so the last 512 columns may be partly outside.
+        const bool first = column < p.D, second = column + 256 < p.D;
+        float sum[16] = {};
+        for (u32 left = slots; left;) {
+            uint4 v[4][2];  // four rows in flight
+#pragma unroll
+            for (int q = 0; q < 4; ++q) {
+                const int r = __shfl_sync(~0u, row, left ? __ffs(left) - 1 : 0);
+                get_row(v[q], p.partial_rows + ((u64)r * p.D + column) * 2, left && first, left && second);
+                left &= left - 1;
+            }
+#pragma unroll
+            for (int q = 0; q < 4; ++q) add_row(sum, v[q]);
+        }
+        more(sum, column, first, second);
+        if (first) put_row(sum, out + column * 2, second);
+    }
+}
+
+// Peers' tokens: as soon as the tiles of a chunk are done, sum each token's rows and store the sum to the peer.
+__device__ __noinline__ void combine_peers(const Params& p, int warp, int warps) {
+    const int lane = lane_id(), tiles_n = (p.D + BN - 1) / BN;
+    for (int c = p.ep_size - 1; c > 0; --c) {
+        const int source = (p.rank + c) % p.ep_size;
+        wait_flag(p.done + c, p.tiles_of[c] * tiles_n * 8, COMBINE, 0, p.error, p.timeout_ns);
+        u8* peer = (u8*)p.peers[source];
+        for (int t = warp; t < p.tokens[source]; t += warps) {
+            const int row = lane < p.top_k ? p.row_of[((u64)source * p.t_max + t) * p.top_k + lane] : -1;
+            if (!__any_sync(~0u, row >= 0)) continue;
+            sum_token(p, row, peer + p.part_offset + ((u64)p.rank * p.t_max + t) * p.D * 2, [](float(&)[16], int, bool, bool) {});
+            if (p.dscores_out && row >= 0) ((float*)(peer + p.dscores_offset))[t * p.top_k + lane] = dscore(p, row);
+        }
+        __syncwarp();
+        __threadfence_system();
+        if (lane == 0 && atomicAdd(p.sent + c, 1u) == warps - 1) {
+            p.sent[c] = 0;
+            __threadfence_system();
+            // On the peer this rank is at distance ep_size - c.
+            asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"((u32*)(peer + p.returned_offset) + (p.ep_size - c)), "r"(*p.epoch) : "memory");
+        }
+    }
+}
+
+// This rank's own tokens: the sum of their rows here, then what the peers sent, by ring distance.
+__device__ __noinline__ void combine_own(const Params& p, int warp, int warps) {
+    const int lane = lane_id();
+    const u8* mine = (const u8*)p.peers[p.rank];
+    for (int c = 1; c < p.ep_size; ++c) wait_flag(p.returned + c, *p.epoch, COMBINE, c, p.error, p.timeout_ns);
+    for (int t = warp; t < p.tokens[p.rank]; t += warps) {
+        const int row = lane < p.top_k ? p.row_of[((u64)p.rank * p.t_max + t) * p.top_k + lane] : -1;
+        const int id = lane < p.top_k ? (int)p.ids[(u64)t * p.top_k + lane] : -1;
+        const int owner = id < 0 ? p.rank : id / p.experts;
+        const u32 owners = __reduce_or_sync(~0u, 1u << owner);
+        sum_token(p, row, p.out + (u64)t * p.D * 2, [&](float(&sum)[16], int column, bool first, bool second) {
+            for (int c = 1; c < p.ep_size; ++c) {
+                const int source = (p.rank + c) % p.ep_size;
+                if (!(owners >> source & 1)) continue;
+                uint4 v[2];
+                get_row(v, mine + p.part_offset + (((u64)source * p.t_max + t) * p.D + column) * 2, first, second);
+                add_row(sum, v);
+            }
+        });
+        if (p.dscores_out && lane < p.top_k)
+            p.dscores_out[(u64)t * p.top_k + lane] =
+                row >= 0 ? dscore(p, row) : id < 0 ? 0.f : ((const float*)(mine + p.dscores_offset))[t * p.top_k + lane];
+    }
+}
+
+template <int MODE>
+DEVICE void run(const Params& p) {
+    using S = Shape<MODE>;
+    extern __shared__ __align__(1024) u8 shared[];
+    const u32 smem = smem_address(shared), full = smem + BARRIERS;
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < STAGES; ++s) {
+            barrier_init(full + 8 * s, S::GATHER ? 129 : 1);
+            barrier_init(full + 8 * (STAGES + s), 2);
+        }
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        fence_async();
+    }
+    __syncthreads();
+    const Schedule<MODE> schedule(p);
+    if (threadIdx.x < 128) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::PRODUCER_REGISTERS));
+        const int warp = threadIdx.x / 32 - 1;
+        if (S::GATHER || threadIdx.x == 0) {
+            produce<MODE>(p, smem, schedule);
+        } else if (warp >= 0) {
+            if (S::DESCENDING && p.combine) combine_peers(p, blockIdx.x * 3 + warp, gridDim.x * 3);
+            if (MODE == DW13 && p.combine) combine_own(p, blockIdx.x * 3 + warp, gridDim.x * 3);
+        }
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::CONSUMER_REGISTERS));
+        consume<MODE>(p, smem, schedule);
+    }
+}
+
+#define KERNEL(name, mode) \
+    extern "C" __global__ void __launch_bounds__(384, 1) name(const __grid_constant__ Params p) { run<mode>(p); }
+
+KERNEL(gate_up, GATE_UP)
+KERNEL(down, DOWN)
+KERNEL(down_backward, DOWN_BWD)
+KERNEL(gate_up_backward, GATE_UP_BWD)
+KERNEL(weight_grad_gate_up, DW13)
+KERNEL(weight_grad_down, DW2)
+
+extern "C" __global__ void __launch_bounds__(384, 2) combine(const __grid_constant__ Params p) {
+    combine_own(p, blockIdx.x * 12 + threadIdx.x / 32, gridDim.x * 12);
+}
