@@ -15,6 +15,7 @@ _SILENCE = 60  # seconds that a rank leaves rank 0 to refuse bad input
 COMMANDS = {
     "train": ("titan_mega_moe.train", "train the model that a TOML file describes"),
     "compare": ("titan_mega_moe.compare", "train it once with each layer, from the same seed, and compare"),
+    "bench": ("titan_mega_moe.bench", "time the layer alone, against TorchTitan's, and check its results"),
     "doctor": ("titan_mega_moe.doctor", "say whether a run will work here, and what it takes per GPU"),
 }
 

@@ -1,0 +1,311 @@
+"""`titan-mega-moe bench [FILE]`: times the layer alone, each backend and TorchTitan's, and checks results.
+
+It starts one rank per GPU (two on a CPU) unless torchrun has; EP is the number of ranks.
+
+    routing.py  which experts tokens go to        layers.py  the layers that are compared
+    measure.py  times, memory, errors, ceilings   suite.py   what is run   report.py  what is said
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import sys
+import tempfile
+import time
+from datetime import timedelta
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from titan_mega_moe import device
+from titan_mega_moe.bench import report, routing, suite
+from titan_mega_moe.bench.layers import DISPATCHERS, Shape
+from titan_mega_moe.bench.measure import Protocol, Ranks
+from titan_mega_moe.config import ConfigError
+from titan_mega_moe.launch import launch
+from titan_mega_moe.op import backends
+from titan_mega_moe.version import __version__
+
+SHAPES = {"cuda": "16384x2048x768,8192x4096x1536,4096x2048x768", "cpu": "256x64x128"}
+LAYERS = {"cuda": "triton,deep_gemm,alltoall,minimal_async_ep,deepep", "cpu": "reference,alltoall"}
+CHECKS = 40
+_EPILOG = f"""Routings: {", ".join(routing.KINDS)}, skewed:RATIO (rank 0's experts get RATIO times the rows of
+any other rank's), file:PATH (ids saved by torch.save, int64, (tokens, K) or (ranks, tokens, K)).
+Layers: {", ".join(backends.NAMES[1:])} (the op; add :inputs for keep = "inputs"), {", ".join(DISPATCHERS)}.
+Every other --section.key overrides that key of FILE, as `train` takes it.
+Exit code: 0 all is well, 1 an error is beyond its limit or bits differ, 2 bad input."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"titan-mega-moe bench: {message}")
+
+
+def main(args: list[str]) -> int:
+    """Run the benchmark. Returns the exit code. Raises ConfigError for bad input, before any rank starts."""
+    options, overrides = _parser().parse_known_args(args)
+    for word in overrides:
+        if options.file is None or (word.startswith("-") and "." not in word):
+            raise ConfigError(f"titan-mega-moe bench: {word!r} is not an option of it, see --help")
+    kind = _device_kind(options)
+    under_torchrun = "RANK" in os.environ
+    ranks = int(os.environ["WORLD_SIZE"]) if under_torchrun else options.ranks or _default_ranks(kind)
+    if kind == "cuda" and not under_torchrun and ranks > torch.cuda.device_count():
+        visible = torch.cuda.device_count()
+        raise ConfigError(f"--ranks {ranks} needs as many GPUs and {visible} are visible: give fewer")
+    plan = _plan(options, overrides, kind, ranks)
+    baseline = _read_baseline(options.baseline)
+    if under_torchrun:
+        result = _measure(plan, kind, ranks)
+        if os.environ["RANK"] != "0":
+            return 0
+        if options.raw is not None:
+            options.raw.write_text(json.dumps(result))
+            return 0
+    else:
+        result_or_code = _launched(args, ranks)
+        if isinstance(result_or_code, int):
+            return result_or_code
+        result = result_or_code
+    result |= {"command": " ".join(args), "format": report.FORMAT}
+    return _present(result, options, baseline)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="titan-mega-moe bench",
+        description=str(__doc__).split("\n\n")[0],
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add(
+        "file",
+        nargs="?",
+        metavar="FILE",
+        help="a TOML file, as `train` takes it: its model's layer",
+    )
+    add(
+        "--shapes",
+        metavar="TxDxF,...",
+        help=f"tokens of a rank x D x F ({SHAPES['cuda']})",
+    )
+    add("--experts", type=_at_least(1), default=128, metavar="E", help="experts of all ranks (128)")
+    add("--top-k", type=_at_least(1), default=8, metavar="K", help="experts per token (8)")
+    add("--routing", default="random", metavar="A,B", help="which experts tokens go to, see below (random)")
+    add("--layers", metavar="A,B", help=f"what to compare, see below ({LAYERS['cuda']})")
+    add("--ranks", type=_at_least(1), metavar="N", help="ranks to start (one per GPU; 2 on a CPU)")
+    add("--device", choices=("cuda", "cpu"), help="(cuda where there is a GPU)")
+    add(
+        "--checks", type=_at_least(1), nargs="?", const=CHECKS, default=0, metavar="N",
+        help=f"errors of N ({CHECKS}) small shapes and routings; without --shapes or FILE nothing is timed",
+    )  # fmt: skip
+    add(
+        "--repeat-bits", type=_at_least(1), default=0, metavar="N",
+        help="run one input N times and compare bits; without --shapes or FILE nothing is timed",
+    )  # fmt: skip
+    add("--seed", type=_at_least(0), default=0, help="of all inputs (0)")
+    add("--save", type=Path, metavar="FILE.json", help="write the results there, and FILE.md beside it")
+    add("--baseline", type=Path, metavar="FILE.json", help="saved results to compare with")
+    for name in ("warmups", "timed", "bursts", "sustained"):
+        default = getattr(Protocol, name)
+        add(f"--{name}", type=_at_least(1), default=default, metavar="N", help=f"({default})")
+    add("--raw", type=Path, help=argparse.SUPPRESS)
+    return parser
+
+
+def _at_least(low: int) -> Any:
+    def parse(text: str) -> int:
+        value = int(text)
+        if value < low:
+            raise argparse.ArgumentTypeError(f"{text} is not {low} or more")
+        return value
+
+    parse.__name__ = "whole number"
+    return parse
+
+
+def _device_kind(options: argparse.Namespace) -> str:
+    kind = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device.prepare(kind)
+    except RuntimeError as error:
+        raise ConfigError(f"--device {kind}: {error}") from None
+    return kind
+
+
+def _default_ranks(kind: str) -> int:
+    return torch.cuda.device_count() if kind == "cuda" else 2
+
+
+def _plan(options: argparse.Namespace, overrides: list[str], kind: str, ranks: int) -> suite.Plan:
+    """What the command line asks for; ConfigError if it cannot be run on so many ranks."""
+    routings = routing.parse(options.routing)
+    if options.file is not None:
+        if options.shapes is not None:
+            raise ConfigError(f"--shapes {options.shapes}: {options.file} gives the shape: leave one out")
+        shapes = [_shape_of(options.file, [*overrides, "--device.kind", kind])]
+    elif options.shapes is None and (options.checks or options.repeat_bits):
+        shapes = []
+    else:
+        words = (options.shapes or SHAPES[kind]).split(",")
+        shapes = [_shape(word, options.experts, options.top_k) for word in words]
+    for shape in shapes:
+        if shape.E % ranks:
+            raise ConfigError(f"--experts {shape.E} does not divide over {ranks} ranks: give a multiple")
+        if shape.K > shape.E:
+            raise ConfigError(f"--top-k {shape.K} is more than the {shape.E} of --experts")
+        for r in routings:
+            if (reason := r.refusal(shape.T, shape.E, shape.K, ranks)) is not None:
+                raise ConfigError(f"--routing {r}: {reason}")
+    layers = list(dict.fromkeys((options.layers or LAYERS[kind]).split(",")))
+    for name in layers:
+        backend, _, keep = name.partition(":")
+        ours = backend in backends.NAMES[1:] and keep in ("", *backends.KEEP)
+        if name not in DISPATCHERS and not ours:
+            known = ", ".join([*backends.NAMES[1:], *DISPATCHERS])
+            raise ConfigError(f"--layers {name}: not a layer; known: {known}")
+    protocol = Protocol(options.warmups, options.timed, options.bursts, options.sustained)
+    return suite.Plan(shapes, routings, layers, options.checks, options.repeat_bits, options.seed, protocol)
+
+
+def _shape(word: str, E: int, K: int) -> Shape:
+    if not re.fullmatch(r"[1-9]\d*x[1-9]\d*x[1-9]\d*", word):
+        raise ConfigError(f"--shapes {word}: write tokens x D x F, such as 16384x2048x768")
+    T, D, F = map(int, word.split("x"))
+    if D % 8 or F % 8:
+        raise ConfigError(f"--shapes {word}: D and F must be multiples of 8, as grouped matmuls want")
+    return Shape(T, D, F, E, K)
+
+
+def _shape_of(file: str, overrides: list[str]) -> Shape:
+    """That of the first layer with experts in the file's model, with the tokens a rank routes there."""
+    from torchtitan.models.common.moe import RoutedExperts
+    from torchtitan.tools.logging import logger
+
+    from titan_mega_moe import config
+    from titan_mega_moe.parallelize import tokens_per_rank
+    from titan_mega_moe.routed_experts import MegaRoutedExperts
+
+    logger.setLevel("ERROR")
+    resolved = config.load(file, overrides)
+    p = resolved.parallelism
+    dims: Any = SimpleNamespace(
+        pp_enabled=p.pipeline_parallel_degree > 1,
+        cp=p.context_parallel_degree,
+        tp=p.tensor_parallel_degree,
+        ep_enabled=True,
+    )
+    spec = resolved.model_spec
+    assert spec is not None
+    ours, theirs = (spec.traverse(c) for c in (MegaRoutedExperts.Config, RoutedExperts.Config))
+    node: Any = next(node for _, node, _, _ in [*ours, *theirs])
+    experts, K = node.inner_experts, getattr(node.token_dispatcher, "top_k", None) or node.top_k
+    try:
+        T = tokens_per_rank(resolved.training, p, dims)
+    except ValueError as error:
+        raise ConfigError(f"{file}: {error}") from None
+    return Shape(T, experts.dim, experts.hidden_dim, experts.num_experts, K)
+
+
+def _read_baseline(path: Path | None) -> dict[str, Any] | None:
+    if path is None:
+        return None
+    try:
+        found = json.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"--baseline {path}: cannot be read: {error.strerror}") from None
+    except ValueError:
+        raise ConfigError(f"--baseline {path}: is not JSON that --save wrote") from None
+    if not isinstance(found, dict) or found.get("format") != report.FORMAT:
+        raise ConfigError(f"--baseline {path}: is not what this version's --save writes")
+    return found
+
+
+def _launched(args: list[str], ranks: int) -> dict[str, Any] | int:
+    """The result of this command on ranks of its own, or the exit code where one failed."""
+    folder = Path(tempfile.mkdtemp(prefix="titan-mega-moe-bench-"))
+    raw = folder / "result.json"
+    code = launch(["-m", "titan_mega_moe", "bench", *args, "--raw", str(raw)], ranks, folder / "ranks")
+    if code != 0:
+        return code
+    result = json.loads(raw.read_text())
+    shutil.rmtree(folder)
+    return result
+
+
+def _measure(plan: suite.Plan, kind: str, size: int) -> dict[str, Any]:
+    """On every rank: make the process group, run the plan."""
+    here = torch.device("cpu")
+    if kind == "cuda":
+        here = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(here)
+    dist.init_process_group(
+        "gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl",
+        timeout=timedelta(minutes=5),
+        device_id=here if kind == "cuda" else None,
+    )
+    # As torchtitan does when it makes the group: recomputation in a backward reads thread-local state.
+    torch.autograd.set_multithreading_enabled(False)
+    start = time.perf_counter()
+    result = suite.run(plan, Ranks(here, dist.group.WORLD if size > 1 else None))
+    result["seconds"] = time.perf_counter() - start
+    result["date"] = time.strftime("%Y-%m-%d %H:%M:%S %z")
+    result["machine"] = _machine(here, size)
+    result["protocol"] = vars(plan.protocol)
+    result["seed"] = plan.seed
+    dist.destroy_process_group()
+    return result
+
+
+def _machine(here: torch.device, size: int) -> dict[str, Any]:
+    cuda = here.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(here) if cuda else "CPU",
+        "ranks": size,
+        "titan_mega_moe": __version__,
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "torchtitan": _version("torchtitan"),
+        "CUDA": torch.version.cuda if cuda else None,
+        "driver": _driver() if cuda else None,
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _driver() -> str | None:
+    """The NVIDIA kernel module's version, where it can be read."""
+    file = Path("/proc/driver/nvidia/version")
+    found = re.search(r"\d+\.\d+(\.\d+)?", file.read_text()) if file.is_file() else None
+    return found[0] if found else None
+
+
+def _present(result: dict[str, Any], options: argparse.Namespace, baseline: dict[str, Any] | None) -> int:
+    """Tables, files, and the line of JSON last."""
+    report.derive(result)
+    result["moved"] = report.moved(result, baseline) if baseline is not None else []
+    # Tables are wide; where the output is no terminal nothing says how wide it may be.
+    report.show(result, Console(width=None if sys.stdout.isatty() else 200, highlight=False))
+    if options.save is not None:
+        try:
+            report.save(result, options.save)
+        except OSError as error:
+            raise ConfigError(f"--save {options.save}: cannot be written: {error.strerror}") from None
+        print(f"saved: {options.save}, {options.save.with_suffix('.md')}")
+    sys.stdout.flush()
+    print(report.json_line(result), flush=True)
+    return 0 if report.good(result) else 1

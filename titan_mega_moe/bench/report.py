@@ -1,0 +1,266 @@
+"""What a benchmark says: its numbers in, tables, Markdown and one line of JSON out. It runs nothing.
+
+`derive` adds to the measured numbers all that follows from them.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+GIB = 2**30
+PASSES = ("forward", "forward_backward")
+RIVALS = ("alltoall", "minimal_async_ep")
+FORMAT = 1
+
+HEAD = (
+    "layer", "fwd ms", "sust.", "TFLOP/s", "% cuBLAS", "x a2a", "x min",
+    "f+b ms", "sust.", "TFLOP/s", "% cuBLAS", "x a2a", "x min", "link GB/s", "peak GiB",
+)  # fmt: skip
+CAVEATS = (
+    "A burst is {warmups} calls to warm up and {timed} timed in a row; the figure is the median of "
+    "{bursts} bursts, each the slowest rank's. Sustained is the mean of {sustained} calls in a row.",
+    "Useful TFLOP/s count the rows that routing makes (a token and an expert), 6 D F each forward and "
+    "twice that backward, over the ranks: neither padding nor recomputation.",
+    "Link GB/s are useful bytes too: a token's row once to each rank that needs it and one row back, in "
+    "each pass, of the rank with the most. Memory GB/s (in the JSON): weights, tokens and gradients once "
+    "each.",
+    "The cuBLAS ceiling is two dense products of the layer's sizes, measured in the same run and protocol.",
+    "TorchTitan's layers have plain bf16 weights, no FSDP, no recomputation and partial_dtensor; expert "
+    "counts are given, as its MoE does. Their inputs are padded with tokens and slots of score 0 where "
+    "they want that. MinimalAsyncEP is meant for full recomputation, which these times leave out: its "
+    "buffers are used again in the backward, see its errors.",
+    "Peak memory holds inputs, weights, gradients, what is kept between the passes and the layer's "
+    "buffers; communicators' own memory is left out.",
+    "Errors are relative Frobenius norms against the reference in float64 on the same bf16 inputs, over "
+    "all ranks. A limit is upstream's own error or one rounding to bf16, with 8/sqrt(n) for n elements.",
+)
+
+
+def derive(result: dict[str, Any]) -> dict[str, Any]:
+    """Adds rates, shares of the ceilings and ratios to every layer of every case, in place."""
+    ceilings = result["ceilings"]
+    for case in result["cases"]:
+        product = ceilings["products"][shape_text(case["shape"])]
+        for layer in case["layers"].values():
+            for name in PASSES:
+                _rates(layer[name], case["work"][name], product, ceilings)
+                layer[name]["faster_than"] = {
+                    rival: case["layers"][rival][name]["burst_ms"] / layer[name]["burst_ms"]
+                    for rival in RIVALS
+                    if rival in case["layers"]
+                }
+    return result
+
+
+def _rates(
+    times: dict[str, Any], work: dict[str, float], product: dict[str, float], ceilings: dict[str, Any]
+) -> None:
+    ms = times["burst_ms"]
+    times["tflops"] = work["flops"] / ms / 1e9
+    times["sustained_tflops"] = work["flops"] / times["sustained_ms"] / 1e9
+    times["link_gb_s"] = work["link_bytes"] / ms / 1e6
+    times["memory_gb_s"] = work["memory_bytes"] / ms / 1e6
+    times["share_of_product"] = times["tflops"] / product["tflops"]
+    times["share_of_memory"] = times["memory_gb_s"] / ceilings["device_copy_gb_s"]
+    link = ceilings["peer_copy_gb_s"]
+    times["share_of_link"] = times["link_gb_s"] / link if link else None
+
+
+def shape_text(shape: dict[str, int]) -> str:
+    return f"{shape['T']}x{shape['D']}x{shape['F']} E={shape['E']} K={shape['K']}"
+
+
+def good(result: dict[str, Any]) -> bool:
+    """No error beyond its limit, no differing bit."""
+    judged = [layer for case in (*result["cases"], *result["checks"]) for layer in case["layers"].values()]
+    beyond = any(layer.get("exceeded") for layer in judged)
+    return not beyond and not any(sum(r["differing"].values()) for r in result["repeats"])
+
+
+def _rows(case: dict[str, Any]) -> list[list[str]]:
+    rows = []
+    for name, layer in case["layers"].items():
+        cells = [name]
+        for kind in PASSES:
+            t = layer[kind]
+            ratios = [f"{t['faster_than'][r]:.2f}" if r in t["faster_than"] else "-" for r in RIVALS]
+            cells += [f"{t['burst_ms']:.2f}", f"{t['sustained_ms']:.2f}", _digits(t["tflops"])]
+            cells += [f"{100 * t['share_of_product']:.0f}", *ratios]
+        peak = layer["memory"]["peak_bytes"]
+        cells += [
+            _digits(layer["forward_backward"]["link_gb_s"]),
+            "-" if peak is None else f"{peak / GIB:.2f}",
+        ]
+        rows.append(cells)
+    return rows
+
+
+def _digits(value: float) -> str:
+    return f"{value:.0f}" if value >= 10 else f"{value:.3g}"
+
+
+def _error_rows(case: dict[str, Any]) -> list[list[str]]:
+    rows = []
+    for name, layer in case["layers"].items():
+        beyond = layer.get("exceeded", [])
+        cells = [f"{error:.2e}{' !' * (tensor in beyond)}" for tensor, error in layer["errors"].items()]
+        rows.append([name, *cells])
+    return rows
+
+
+def _check_rows(result: dict[str, Any]) -> list[list[str]]:
+    """One line a layer: how many checks it passed; of each tensor its largest error and upstream's."""
+    rows = []
+    names = {name: None for check in result["checks"] for name in check["layers"]}
+    for name in names:
+        of = [check["layers"][name] for check in result["checks"] if name in check["layers"]]
+        passed = sum(not layer["exceeded"] for layer in of)
+        cells = [name, f"{passed} of {len(of)}"]
+        for tensor in of[0]["errors"]:
+            worst = max(layer["errors"][tensor] for layer in of)
+            theirs = [layer["upstream_errors"][tensor] for layer in of if layer["upstream_errors"]]
+            cells.append(f"{worst:.1e} / {max(theirs):.1e}" if theirs else f"{worst:.1e}")
+        rows.append(cells)
+    return rows
+
+
+def sections(result: dict[str, Any]) -> list[tuple[str, tuple[str, ...], list[list[str]]]]:
+    """Title, head and rows of every table."""
+    tables: list[tuple[str, tuple[str, ...], list[list[str]]]] = []
+    for case in result["cases"]:
+        title = f"{shape_text(case['shape'])}, {case['routing']}"
+        tables.append((title, HEAD, _rows(case)))
+        tensors = next(iter(case["layers"].values()))["errors"] if case["layers"] else {}
+        tables.append((f"{title}: error against float64", ("layer", *tensors), _error_rows(case)))
+        if case["refused"]:
+            tables.append((f"{title}: not run", ("layer", "why"), [list(r) for r in case["refused"].items()]))
+    if result["ceilings"]:
+        tables.append(("ceilings", ("what", "measured"), _ceiling_rows(result["ceilings"])))
+    if result["checks"]:
+        rows = _check_rows(result)
+        tensors = (
+            next(iter(next(c for c in result["checks"] if c["layers"])["layers"].values()))["errors"]
+            if rows
+            else {}
+        )
+        title = f"{len(result['checks'])} checks: worst error / upstream's worst"
+        tables.append((title, ("layer", "passed", *tensors), rows))
+        failed = [
+            [name, f"{shape_text(c['shape'])} {c['routing']}", _exceeded_text(layer)]
+            for c in result["checks"]
+            for name, layer in c["layers"].items()
+            if layer["exceeded"]
+        ]
+        if failed:
+            tables.append(("failed checks", ("layer", "case", "error > limit"), failed))
+        reasons = {(name, why): None for c in result["checks"] for name, why in c["refused"].items()}
+        if reasons:
+            tables.append(("not checked", ("layer", "why"), [list(r) for r in reasons]))
+    if result["repeats"]:
+        tables.append(
+            ("same input, same bits", ("layer", "case", "runs", "runs that differ"), _repeat_rows(result))
+        )
+    if result.get("moved"):
+        head = ("case", "layer", "what", "before", "now", "now / before")
+        tables.append(("against the baseline", head, result["moved"]))
+    return tables
+
+
+def _exceeded_text(layer: dict[str, Any]) -> str:
+    return ", ".join(f"{n} {layer['errors'][n]:.2e} > {layer['limits'][n]:.2e}" for n in layer["exceeded"])
+
+
+def _repeat_rows(result: dict[str, Any]) -> list[list[str]]:
+    rows = []
+    for r in result["repeats"]:
+        off = {name: count for name, count in r["differing"].items() if count}
+        text = ", ".join(f"{name} {count}" for name, count in off.items()) or "none"
+        rows.append([r["layer"], f"{shape_text(r['shape'])} {r['routing']}", str(r["repeats"]), text])
+    return rows
+
+
+def _ceiling_rows(ceilings: dict[str, Any]) -> list[list[str]]:
+    rows = [
+        [
+            f"cuBLAS at {shape}",
+            f"{_digits(p['tflops'])} TFLOP/s (gate+up {_digits(p['gate_up_tflops'])}, "
+            f"down {_digits(p['down_tflops'])}), sustained {_digits(p['sustained_tflops'])}",
+        ]
+        for shape, p in ceilings["products"].items()
+    ]
+    peer = ceilings["peer_copy_gb_s"]
+    rows.append(["copy on the device", f"{_digits(ceilings['device_copy_gb_s'])} GB/s, read and write"])
+    how = ceilings["peer_copy"]
+    rows.append(["copy to a peer", f"{_digits(peer)} GB/s each way ({how})" if peer else how])
+    return rows
+
+
+def moved(result: dict[str, Any], baseline: dict[str, Any]) -> list[list[str]]:
+    """What both have, before and now: times, memory, the largest error."""
+    before = {(shape_text(c["shape"]), c["routing"]): c["layers"] for c in baseline["cases"]}
+    rows = []
+    for case in result["cases"]:
+        key = (shape_text(case["shape"]), case["routing"])
+        for name, layer in case["layers"].items():
+            old = before.get(key, {}).get(name)
+            if old is None:
+                continue
+            pairs = [
+                ("forward ms", old["forward"]["burst_ms"], layer["forward"]["burst_ms"]),
+                (
+                    "forward + backward ms",
+                    old["forward_backward"]["burst_ms"],
+                    layer["forward_backward"]["burst_ms"],
+                ),
+                ("peak bytes", old["memory"]["peak_bytes"], layer["memory"]["peak_bytes"]),
+                ("largest error", max(old["errors"].values()), max(layer["errors"].values())),
+            ]
+            rows += [
+                [" ".join(key), name, what, f"{a:.4g}", f"{b:.4g}", f"{b / a:.3f}" if a else "-"]
+                for what, a, b in pairs
+                if a is not None and b is not None
+            ]
+    return rows
+
+
+def show(result: dict[str, Any], console: Console) -> None:
+    for title, head, rows in sections(result):
+        table = Table(title=title, title_justify="left")
+        for column, name in enumerate(head):
+            text = column == 0 or len(head) < 5
+            table.add_column(name, justify="left" if text else "right", overflow="fold")
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+
+
+def json_line(result: dict[str, Any]) -> str:
+    return json.dumps(result, separators=(",", ":"))
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """The saved page: what ran where, every table, and what to know before reading them."""
+    parts = [
+        f"# bench, {result['date']}",
+        _table(("what", "value"), [[k, str(v)] for k, v in result["machine"].items()]),
+    ]
+    parts.append(f"Command: `titan-mega-moe bench {result['command']}`")
+    for title, head, rows in sections(result):
+        parts += [f"## {title}", _table(head, rows)]
+    parts += ["## Caveats", "\n".join(f"- {line.format(**result['protocol'])}" for line in CAVEATS)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _table(head: tuple[str, ...], rows: list[list[str]]) -> str:
+    lines = [list(head), ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def save(result: dict[str, Any], path: Path) -> None:
+    """`path`, and beside it the same name with .md."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    path.with_suffix(".md").write_text(markdown(result))
