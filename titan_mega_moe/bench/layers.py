@@ -58,9 +58,7 @@ def ranks_of(group: ProcessGroup | None) -> tuple[int, int]:
     return (0, 1) if group is None else (group.rank(), group.size())
 
 
-def make_inputs(
-    shape: Shape, routing: Routing, group: ProcessGroup | None, device: torch.device, seed: int
-) -> Inputs:
+def make_inputs(shape: Shape, routing: Routing, group: ProcessGroup | None, device: torch.device, seed: int) -> Inputs:
     """Random inputs, other ones for every rank and seed."""
     rank, ep = ranks_of(group)
     T, D, F, E, K = routing.tokens(shape.T, ep, rank), shape.D, shape.F, shape.E, shape.K

@@ -124,21 +124,26 @@ def work(inputs: Inputs, ranks: Ranks) -> dict[str, dict[str, float]]:
     crossing = float((table.sum(0) + table.sum(1)).max()) * s.D * BF16_BYTES
     flops = 6.0 * rows * s.D * s.F
     weights = 3.0 * e * s.D * s.F * BF16_BYTES
-    tokens = 2.0 * inputs.ids_TK.shape[0] * s.D * BF16_BYTES
+    tokens = 2.0 * ranks.most([float(inputs.ids_TK.shape[0])])[0] * s.D * BF16_BYTES
     forward = {"flops": flops, "link_bytes": crossing, "memory_bytes": weights + tokens}
     both = {"flops": 3 * flops, "link_bytes": 2 * crossing, "memory_bytes": 3 * weights + 2.5 * tokens}
     return {"forward": forward, "forward_backward": both, "rows": {"per_gpu": rows}}
 
 
-def prepare(layer: Layer, shape: Shape, ranks: Ranks) -> dict[str, float]:
-    """Prepare the layer; bytes that took outside and inside of the caching allocator, of the worst rank."""
+def prepare(layer: Layer, shape: Shape, ranks: Ranks) -> tuple[dict[str, float], str | None]:
+    """Prepare the layer: the bytes that took outside and inside of the caching allocator, of the worst rank;
+    and why it failed on some rank, or None.
+    """
     ranks.meet()
-    before = _device_bytes(ranks)
-    layer.prepare(shape, ranks.group, ranks.device)
-    ranks.meet()
-    after = _device_bytes(ranks)
-    outside, inside = ranks.most([after[0] - before[0], after[1] - before[1]])
-    return {"outside": outside, "inside": inside}
+    before, failed = _device_bytes(ranks), None
+    try:
+        layer.prepare(shape, ranks.group, ranks.device)
+    except (ImportError, RuntimeError, ValueError) as error:
+        failed = str(error).splitlines()[0]
+    outside, inside = (now - then for now, then in zip(_device_bytes(ranks), before, strict=True))
+    reason = next((r for r in ranks.gather(failed) if r is not None), None)
+    outside, inside = ranks.most([outside, inside])
+    return {"outside": outside, "inside": inside}, reason
 
 
 def _device_bytes(ranks: Ranks) -> tuple[float, float]:
@@ -191,9 +196,7 @@ def errors(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], ranks: R
     return {name: math.sqrt(off / (norm or 1.0)) for name, off, norm in pairs}
 
 
-def limits(
-    upstream: dict[str, float] | None, want: dict[str, torch.Tensor], ranks: Ranks
-) -> dict[str, float]:
+def limits(upstream: dict[str, float] | None, want: dict[str, torch.Tensor], ranks: Ranks) -> dict[str, float]:
     """The error that each tensor may have: that of upstream's bf16 layer, or one rounding if larger.
 
     The error of n elements is itself a random number, known to about 1/sqrt(n): eight of that are allowed.

@@ -55,9 +55,7 @@ def derive(result: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _rates(
-    times: dict[str, Any], work: dict[str, float], product: dict[str, float], ceilings: dict[str, Any]
-) -> None:
+def _rates(times: dict[str, Any], work: dict[str, float], product: dict[str, float], ceilings: dict[str, Any]) -> None:
     ms = times["burst_ms"]
     times["tflops"] = work["flops"] / ms / 1e9
     times["sustained_tflops"] = work["flops"] / times["sustained_ms"] / 1e9
@@ -142,9 +140,7 @@ def sections(result: dict[str, Any]) -> list[tuple[str, tuple[str, ...], list[li
     if result["checks"]:
         rows = _check_rows(result)
         tensors = (
-            next(iter(next(c for c in result["checks"] if c["layers"])["layers"].values()))["errors"]
-            if rows
-            else {}
+            next(iter(next(c for c in result["checks"] if c["layers"])["layers"].values()))["errors"] if rows else {}
         )
         title = f"{len(result['checks'])} checks: worst error / upstream's worst"
         tables.append((title, ("layer", "passed", *tensors), rows))
@@ -160,9 +156,7 @@ def sections(result: dict[str, Any]) -> list[tuple[str, tuple[str, ...], list[li
         if reasons:
             tables.append(("not checked", ("layer", "why"), [list(r) for r in reasons]))
     if result["repeats"]:
-        tables.append(
-            ("same input, same bits", ("layer", "case", "runs", "runs that differ"), _repeat_rows(result))
-        )
+        tables.append(("same input, same bits", ("layer", "case", "runs", "runs that differ"), _repeat_rows(result)))
     if result.get("moved"):
         head = ("case", "layer", "what", "before", "now", "now / before")
         tables.append(("against the baseline", head, result["moved"]))

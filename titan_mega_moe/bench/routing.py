@@ -53,6 +53,9 @@ class Routing:
 
     def refusal(self, T: int, E: int, K: int, ep: int) -> str | None:
         """One sentence on why ids of these sizes cannot be made, or None."""
+        if self.kind == "same-expert" and E // ep < K:
+            # Buffers are sized for distinct experts.
+            return f"a token may have at most {E // ep} rows on a rank with so many experts, not {K}"
         if self.kind == "skewed":
             return _skewed_refusal(float(self.argument), E, K, ep)
         if self.kind == "file":
@@ -99,19 +102,10 @@ def _read(path: str) -> torch.Tensor:
     try:
         ids = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # anything may be in a file that torch.save did not write
-        raise ConfigError(
-            f"--routing file:{path}: torch.load cannot read it ({type(error).__name__})"
-        ) from None
-    if (
-        not isinstance(ids, torch.Tensor)
-        or ids.dtype != torch.int64
-        or ids.dim() not in (2, 3)
-        or not len(ids)
-    ):
+        raise ConfigError(f"--routing file:{path}: torch.load cannot read it ({type(error).__name__})") from None
+    if not isinstance(ids, torch.Tensor) or ids.dtype != torch.int64 or ids.dim() not in (2, 3) or not len(ids):
         found = f"{tuple(ids.shape)} {ids.dtype}" if isinstance(ids, torch.Tensor) else type(ids).__name__
-        raise ConfigError(
-            f"--routing file:{path}: needs (tokens, K) or (ranks, tokens, K) int64, got {found}"
-        )
+        raise ConfigError(f"--routing file:{path}: needs (tokens, K) or (ranks, tokens, K) int64, got {found}")
     return ids.flatten(0, -2)
 
 

@@ -72,13 +72,7 @@ def _ready(
         if all(reasons):
             refused[name] = str(reasons[0])
             continue
-        took: dict[str, float] = {}
-        failed: str | None = None
-        try:
-            took = measure.prepare(candidate, shape, ranks)
-        except (ImportError, RuntimeError, ValueError) as error:
-            failed = str(error).splitlines()[0]
-        reason = next((r for r in ranks.gather(failed) if r is not None), None)
+        took, reason = measure.prepare(candidate, shape, ranks)
         if reason is None:
             able.append((candidate, took))
         else:
@@ -104,9 +98,7 @@ def _cases(shape: Shape, plan: Plan, ranks: Ranks) -> list[dict[str, Any]]:
             result["forward_backward"] = measure.times(bound.step, ranks, plan.protocol)
             case["layers"][one.name] = result
         case["refused"] = refused | {
-            one.name: str(reason)
-            for one, _ in able
-            if (reason := one.refusal(shape, routing, ranks.group)) is not None
+            one.name: str(reason) for one, _ in able if (reason := one.refusal(shape, routing, ranks.group)) is not None
         }
         cases.append(case)
     _release([one for one, _ in able], ranks)
@@ -126,9 +118,7 @@ def _release(layers: list[Layer], ranks: Ranks) -> None:
     ranks.meet()
 
 
-def _memory(
-    one: Layer, took: dict[str, float], make: Callable[[], Inputs], ranks: Ranks
-) -> dict[str, float | None]:
+def _memory(one: Layer, took: dict[str, float], make: Callable[[], Inputs], ranks: Ranks) -> dict[str, float | None]:
     """Bytes of the worst rank: the peak, which is what the allocator gave plus the buffers made before."""
     bound = one.bind(make())
     bound.step()  # what a first call allocates for good is no part of the layer's peak
@@ -212,9 +202,7 @@ def _checks(plan: Plan, ranks: Ranks) -> list[dict[str, Any]]:
     for number, (shape, routing) in enumerate(check_shapes(plan.checks, plan.seed, ranks)):
         _say(ranks, f"check {number + 1} of {plan.checks}: {shape} {routing}")
         able, refused = _ready(names, shape, [routing], ranks)
-        judged = _errors(
-            [o for o, _ in able], _maker(shape, routing, plan.seed + 1000 + number, ranks), ranks
-        )
+        judged = _errors([o for o, _ in able], _maker(shape, routing, plan.seed + 1000 + number, ranks), ranks)
         _release([one for one, _ in able], ranks)
         found.append({"shape": asdict(shape), "routing": str(routing), "layers": judged, "refused": refused})
     return found
