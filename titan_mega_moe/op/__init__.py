@@ -67,6 +67,8 @@ def mega_moe(
         raise ValueError(f"mega_moe: keep is {keep!r}; it must be one of {', '.join(KEEP)}")
     if not compute_dtype.is_floating_point:
         raise ValueError(f"mega_moe: compute_dtype is {compute_dtype}; it must be a floating point dtype")
+    if not torch.is_grad_enabled():
+        keep = "inputs"  # there will be no backward: leave nothing for it
     name = backends.choose(backend, x_TD.device.type)
     y_TD, _ = library.mega_moe(
         x_TD, topk_expert_ids_TK, topk_scores_TK, w1_eFD, w2_eDF, w3_eFD,

@@ -100,12 +100,16 @@ def _setup_context(ctx: Any, inputs: tuple, output: tuple[torch.Tensor, list[tor
     tensors, ctx.static = inputs[:6], inputs[6:]
     saved = output[1]
     ctx.mark_non_differentiable(*saved)
+    # Or autograd would fill zeros of saved's size for gradients that nobody reads.
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, *saved)
 
 
-def _backward(ctx: Any, dy: torch.Tensor, _: list[None]) -> tuple:
+def _backward(ctx: Any, dy: torch.Tensor | None, _: list[None]) -> tuple:
     kept = ctx.saved_tensors  # read once: activation checkpointing refuses a second reading
     tensors, saved = kept[:6], kept[6:]
+    if dy is None:  # zero; not skipped, because the group's other ranks wait for this one
+        dy = torch.zeros_like(tensors[0])
     dx, dscores, dw1, dw2, dw3 = mega_moe_backward(dy, *tensors, list(saved), *ctx.static)
     return dx, None, dscores, dw1, dw2, dw3, *(None for _ in ctx.static)
 

@@ -11,7 +11,7 @@ whoever begins call n + 1 may write into any peer's regions of call n; no furthe
     scores     [EP, t_max, K] float32  peers, the router scores            this rank's routing
     dscores    [t_max, K] float32      peers, the scores' gradients        this rank's last addition
     tokens     [EP] int32              peers, their number of tokens       this rank's routing
-    routed, landed, returned  [EP] int32 flags, by ring distance of the writer: the epoch (number of the call) of
+    routed, landed, returned  int32 flags, by ring distance of the writer: the epoch (number of the call) of
                the last ids, rows, sums that are complete here. landed has one row a copy of recv.
 """
 
@@ -39,6 +39,11 @@ class Region:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
+def subs_of(t_max: int) -> int:
+    """Flags of a rank's returned sums: one for SUB tokens (gemm.cu)."""
+    return -(-t_max // 1024)
+
+
 def copies_of(keep: str) -> int:
     """Receive regions: a backward that recomputes needs x and dy, one that does not only dy."""
     return 1 if keep == "activations" else 2
@@ -55,7 +60,7 @@ def layout(ep_size: int, t_max: int, dim: int, top_k: int, copies: int) -> tuple
         "tokens": ((ep_size,), torch.int32),
         "routed": ((ep_size,), torch.int32),
         "landed": ((copies, ep_size), torch.int32),
-        "returned": ((ep_size,), torch.int32),
+        "returned": ((ep_size, subs_of(t_max)), torch.int32),
     }
     regions, offset = {}, 0
     for name, (shape, dtype) in wanted.items():
@@ -70,9 +75,7 @@ class SymmBuffer:
     memories: every rank's buffer, as bytes, this rank's at `rank`; zeros.
     """
 
-    def __init__(
-        self, memories: list[torch.Tensor], rank: int, t_max: int, dim: int, top_k: int, copies: int
-    ) -> None:
+    def __init__(self, memories: list[torch.Tensor], rank: int, t_max: int, dim: int, top_k: int, copies: int) -> None:
         self._memories, self.rank, self.ep_size = memories, rank, len(memories)
         self.t_max, self.dim, self.top_k = t_max, dim, top_k
         self.regions, self.nbytes = layout(self.ep_size, t_max, dim, top_k, copies)
@@ -93,10 +96,12 @@ class SymmBuffer:
         ep_size, rank = (group.size(), group.rank()) if group is not None else (1, 0)
         _, nbytes = layout(ep_size, plan.max_tokens, plan.dim, plan.top_k, copies)
         if group is None:
-            memories = [torch.zeros(nbytes, dtype=torch.uint8, device=plan.device)]
+            memories, mapping = [torch.zeros(nbytes, dtype=torch.uint8, device=plan.device)], None
         else:
-            memories = _rendezvous(nbytes, plan, group)
-        return cls(memories, rank, plan.max_tokens, plan.dim, plan.top_k, copies)
+            memories, mapping = _rendezvous(nbytes, plan, group)
+        buffer = cls(memories, rank, plan.max_tokens, plan.dim, plan.top_k, copies)
+        buffer._mapping = mapping  # the peers' memory stays mapped while this lives
+        return buffer
 
     def view(self, name: str, rank: int | None = None) -> torch.Tensor:
         """A region of a rank's buffer (this rank's by default) in its shape."""
@@ -134,19 +139,20 @@ class SymmBuffer:
         )
 
 
-def _rendezvous(nbytes: int, plan: BufferPlan, group: dist.ProcessGroup) -> list[torch.Tensor]:
+def _rendezvous(nbytes: int, plan: BufferPlan, group: dist.ProcessGroup) -> tuple[list[torch.Tensor], object]:
     import torch.distributed._symmetric_memory as symm_mem
 
     memory = symm_mem.empty(nbytes, dtype=torch.uint8, device=plan.device)
     try:
-        handle = symm_mem.rendezvous(memory, plan.group_name)
-        peers = [handle.get_buffer(rank, (nbytes,), torch.uint8) for rank in range(group.size())]
+        mapping = symm_mem.rendezvous(memory, plan.group_name)
+        memories = [mapping.get_buffer(rank, (nbytes,), torch.uint8) for rank in range(group.size())]
     except RuntimeError as error:
         raise RuntimeError(
-            f"mega_moe: the {group.size()} ranks of group {plan.group_name!r} cannot map each other's memory ({error}); "
-            "expert parallelism has to stay within one host's NVLink domain"
+            f"mega_moe: the {group.size()} ranks of group {plan.group_name!r} cannot map each other's memory "
+            f"({error}); expert parallelism has to stay within one host's NVLink domain"
         ) from error
+    memories[group.rank()] = memory
     memory.zero_()
     torch.cuda.synchronize(plan.device)
     dist.barrier(group)  # no peer may write flags before they are zero
-    return peers
+    return memories, mapping

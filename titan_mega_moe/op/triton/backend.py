@@ -14,11 +14,11 @@ The two streams meet before either pass returns.
 import torch
 import torch.distributed as dist
 
-from titan_mega_moe.op.backends import BufferPlan, Call
+from titan_mega_moe.op.backends import BufferPlan, Call, group_of
 from titan_mega_moe.op.symm_buffer import TIMEOUT_SECONDS
 from titan_mega_moe.op.triton import cuda, routing
 from titan_mega_moe.op.triton.cuda import Params, tensor_map
-from titan_mega_moe.op.triton.routing import Tables
+from titan_mega_moe.op.triton.routing import Sizes, Tables
 from titan_mega_moe.op.triton.workspace import Workspace, kept_shapes, nbytes, sizes_of
 
 MULTIPLE = 64  # of D and F: one 128-byte row of a shared-memory box
@@ -79,7 +79,7 @@ class FusedBackend:
         scaled_h = _gate_up(work, tables, x, w1, w3, kept)
         _launch(
             work, "down", tables, a0=(scaled_h, (128, 64)), b0=(w2, (1, 256, 64)), c0=(work.by_row, (16, 64)),
-            combine=work.sizes.ep_size > 1, partial_rows=work.by_row,
+            partial_rows=work.by_row,
         )  # fmt: skip
         y = torch.empty_like(x)
         _launch(work, "combine", tables, partial_rows=work.by_row, ids=ids, out=y)
@@ -96,13 +96,9 @@ class FusedBackend:
         w2_eDF: torch.Tensor,
         w3_eFD: torch.Tensor,
     ) -> list[torch.Tensor]:
-        key = _key(call, x_TD, ids_TK, w1_eFD)
-        if key not in self._workspaces:
-            raise RuntimeError(
-                "mega_moe: the triton backend's buffers have to be made before the layer is traced; run it once outside "
-                "torch.compile, or call titan_mega_moe's parallelize"
-            )
-        sizes = self._workspaces[key].sizes
+        planned = self._workspaces.get(_key(call, x_TD, ids_TK, w1_eFD))
+        t_max = planned.plan.max_tokens if planned is not None else x_TD.shape[0]
+        sizes = Sizes(call.ep_size, t_max, ids_TK.shape[1], w1_eFD.shape[0])
         saved = [x_TD.new_empty(sizes.words, dtype=torch.int32)]
         if call.keep == "activations":
             shapes = kept_shapes(sizes, x_TD.shape[1], w1_eFD.shape[1]).values()
@@ -122,11 +118,16 @@ class FusedBackend:
         saved: list[torch.Tensor],
     ) -> Tensors:
         work = self._workspace(call, x_TD, ids_TK, w1_eFD)
+        if call.keep == "inputs" and work.plan.keep != "inputs":
+            raise RuntimeError(
+                'mega_moe: the buffers were made for keep="activations", this backward has to recompute; '
+                "pass the same keep to prepare and to the layer"
+            )
         work.symm.check()
         dy, x, w1, w2, w3 = _bf16(dy_TD, x_TD, w1_eFD, w2_eDF, w3_eFD)
         tables = Tables(saved[0], work.sizes)
         recompute = call.keep == "inputs"
-        routing.begin[(1,)](work.symm.epoch, work.scratch.done, work.sizes.ep_size)
+        routing.begin_call(work.symm, work.scratch)
 
         def send() -> None:
             if recompute:
@@ -145,28 +146,29 @@ class FusedBackend:
             work, "down_backward", tables, own=dy, copy=copy, sorted=(rows, (64, 64)), keep=1, b0=(w2, (1, 64, 64)),
             c0=(work.dgate, (16, 64)), c1=(work.dup, (16, 64)), gate_up=gate_up,
         )  # fmt: skip
+        dx = torch.empty_like(x)
+        dscores = torch.empty(scores_TK.shape, dtype=torch.float32, device=x.device)
         dw1, dw2, dw3 = (torch.empty_like(w, memory_format=torch.contiguous_format) for w in (w1, w2, w3))
         box = (64, 64)
         _launch(work, "weight_grad_down", tables, a0=(rows, box), b0=(scaled_h, box), c0=(dw2, (1, 16, 64)))
         _launch(
             work, "gate_up_backward", tables, a0=(work.dgate, (128, 64)), a1=(work.dup, (128, 64)),
             b0=(w1, (1, 64, 64)), b1=(w3, (1, 64, 64)), c0=(rows, (16, 64)),
-            combine=work.sizes.ep_size > 1, partial_rows=rows, dscores_out=work.dscores,
+            partial_rows=rows, dscores_out=dscores, backward=1,
         )  # fmt: skip
-        dx = torch.empty_like(x)
-        dscores = torch.empty(scores_TK.shape, dtype=torch.float32, device=x.device)
         _launch(
             work, "weight_grad_gate_up", tables, a0=(work.dgate, box), a1=(work.dup, box), b0=(sorted_x, box),
             c0=(dw1, (1, 16, 64)), c1=(dw3, (1, 16, 64)),
-            combine=1, partial_rows=rows, ids=ids_TK.contiguous(), out=dx, dscores_out=dscores,
+            partial_rows=rows, ids=ids_TK.contiguous(), out=dx, dscores_out=dscores, backward=1,
         )  # fmt: skip
         torch.cuda.current_stream(x.device).wait_event(sent)
         like = (x_TD, scores_TK, w1_eFD, w2_eDF, w3_eFD)
         return tuple(g.to(t.dtype) for g, t in zip((dx, dscores, dw1, dw2, dw3), like, strict=True))
 
     def prepare(self, plan: BufferPlan) -> None:
-        key = (plan.group_name, plan.dim, plan.hidden_dim, plan.num_experts, plan.top_k, plan.keep)
-        if key in self._workspaces and self._workspaces[key].plan.max_tokens >= plan.max_tokens:
+        key = (plan.group_name, plan.dim, plan.hidden_dim, plan.num_experts, plan.top_k)
+        have = self._workspaces.get(key)
+        if have is not None and have.plan.max_tokens >= plan.max_tokens and have.plan.keep in (plan.keep, "inputs"):
             return
         _check_plan(plan)
         self._workspaces[key] = Workspace(plan)
@@ -177,7 +179,7 @@ class FusedBackend:
 
     def _compile(self, plan: BufferPlan) -> None:
         """Runs the op once without tokens, so that no rank compiles while another waits for its flags."""
-        group = self._workspaces_group(plan)
+        group = group_of(plan.group_name)
         for name in cuda.KERNELS:
             cuda.kernel(name, plan.device.index)
         if group is not None:
@@ -194,9 +196,6 @@ class FusedBackend:
         torch.cuda.synchronize(plan.device)
         if group is not None:
             dist.barrier(group)
-
-    def _workspaces_group(self, plan: BufferPlan) -> dist.ProcessGroup | None:
-        return Call(plan.num_experts, plan.group_name, torch.bfloat16, plan.keep).group
 
     def _workspace(self, call: Call, x: torch.Tensor, ids: torch.Tensor, w1: torch.Tensor) -> Workspace:
         """The workspace of the call's group and shapes; made here, once, for a layer that nobody planned."""
@@ -218,7 +217,7 @@ class FusedBackend:
 
 
 def _key(call: Call, x: torch.Tensor, ids: torch.Tensor, w1: torch.Tensor) -> tuple:
-    return (call.group_name, x.shape[1], w1.shape[1], call.num_experts, ids.shape[1], call.keep)
+    return (call.group_name, x.shape[1], w1.shape[1], call.num_experts, ids.shape[1])
 
 
 def _check_plan(plan: BufferPlan) -> None:
@@ -240,9 +239,7 @@ def _check_plan(plan: BufferPlan) -> None:
     }
     for what, (value, limit, remedy) in limits.items():
         if value > limit:
-            raise ValueError(
-                f"mega_moe: the triton backend takes at most {limit} {what}, got {value}; {remedy}"
-            )
+            raise ValueError(f"mega_moe: the triton backend takes at most {limit} {what}, got {value}; {remedy}")
 
 
 def _bf16(*tensors: torch.Tensor) -> Tensors:
@@ -266,12 +263,11 @@ def _gate_up(
     kept: list[torch.Tensor] | None,
 ) -> torch.Tensor:
     """s * h by row. kept: where g and u, s * h and the sorted x go; None keeps only s * h, in the workspace."""
-    gate_up, scaled_h, sorted_x = kept if kept is not None else (None, work.scaled_h, None)
+    # A forward that leaves nothing puts s * h where the backward will put dg.
+    gate_up, scaled_h, sorted_x = kept if kept is not None else (None, work.dgate, None)
     extra = {} if kept is None else {"keep": 1, "gate_up": gate_up, "sorted": (sorted_x, (64, 64))}
     box = (1, 128, 64)
-    _launch(
-        work, "gate_up", tables, own=x, copy=0, b0=(w1, box), b1=(w3, box), c0=(scaled_h, (16, 64)), **extra
-    )
+    _launch(work, "gate_up", tables, own=x, copy=0, b0=(w1, box), b1=(w3, box), c0=(scaled_h, (16, 64)), **extra)
     return scaled_h
 
 
@@ -283,12 +279,12 @@ def _launch(work: Workspace, name: str, tables: Tables, *, copy: int = 0, **fiel
         "recv": symm.view("recv")[copy], "landed": symm.view("landed")[copy], "returned": symm.view("returned"),
         "rows": tables.rows, "scores": tables.scores, "tiles": tables.tiles, "num_tiles": tables.num_tiles,
         "expert_rows": tables.expert_rows, "row_of": tables.row_of, "tokens": tables.tokens,
-        "tiles_of": tables.tiles_of, "dscores": work.dscores, "done": scratch.done, "sent": scratch.sent,
+        "tiles_of": tables.tiles_of, "dscores": work.dscores, "done": scratch.done, "tickets": scratch.tickets, "summed": scratch.summed,
         "epoch": symm.epoch, "error": symm.error, "peers": symm.peers,
         "part_offset": symm.regions["sums"].offset, "dscores_offset": symm.regions["dscores"].offset,
         "returned_offset": symm.regions["returned"].offset, "timeout_ns": TIMEOUT_SECONDS * 10**9,
         "D": plan.dim, "F": plan.hidden_dim, "experts": sizes.local_experts, "rank": symm.rank, "t_max": symm.t_max,
-        "ep_size": sizes.ep_size, "top_k": plan.top_k, "max_rows": sizes.rows,
+        "ep_size": sizes.ep_size, "top_k": plan.top_k, "max_rows": sizes.rows, "subs": symm.view("returned").shape[1],
     }  # fmt: skip
     for field, value in (everywhere | fields).items():
         if isinstance(value, tuple):

@@ -15,7 +15,7 @@ import torch
 
 SOURCE = Path(__file__).with_name("gemm.cu")
 THREADS = 384
-SHARED_BYTES = 4 * 49152 + 8 * 2 * 2048 + 16 * 4  # gemm.cu: stages, staging buffers, barriers
+SHARED_BYTES = 4 * 49152 + 8 * 2 * 2048 + 16 * 4 + 16  # gemm.cu: stages, staging buffers, barriers, stop
 ARCH = "sm_90a"
 # Kernels of gemm.cu, and the blocks each wants on a multiprocessor. All but the combine take the shared memory whole.
 KERNELS = {
@@ -39,15 +39,12 @@ class Params(ctypes.Structure):
         *[(name, ctypes.c_uint64) for name in ("gate_up", "dscores", "done", "landed", "epoch", "error")],
         *[
             (name, ctypes.c_uint64)
-            for name in ("partial_rows", "row_of", "tokens", "tiles_of", "sent", "peers", "ids")
+            for name in ("partial_rows", "row_of", "tokens", "tiles_of", "tickets", "summed", "peers", "ids")
         ],
         *[(name, ctypes.c_uint64) for name in ("returned", "out", "dscores_out")],
-        *[
-            (name, ctypes.c_uint64)
-            for name in ("part_offset", "dscores_offset", "returned_offset", "timeout_ns")
-        ],
+        *[(name, ctypes.c_uint64) for name in ("part_offset", "dscores_offset", "returned_offset", "timeout_ns")],
         *[(name, ctypes.c_int32) for name in ("D", "F", "experts", "rank", "t_max", "ep_size")],
-        *[(name, ctypes.c_int32) for name in ("top_k", "max_rows", "keep", "combine")],
+        *[(name, ctypes.c_int32) for name in ("top_k", "max_rows", "keep", "subs", "backward")],
     ]
 
 
@@ -117,9 +114,7 @@ def _module(device_index: int):
 
 
 @functools.lru_cache(maxsize=4096)
-def _tensor_map(
-    pointer: int, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
-) -> bytes:
+def _tensor_map(pointer: int, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> bytes:
     from cuda.bindings import driver as d
 
     rank = len(shape)

@@ -21,10 +21,11 @@
 // Gathered rows go through cp.async, all else through TMA. Tiles with rows of a peer wait, in the producer only, for
 // that peer's flag, set after its rows landed. The gathered rows also leave a copy in sorted order, for the weight
 // gradients, from the shared-memory stages: column block n stores every tiles_n-th step.
-// Where the producer is one thread its group's other three warps do the combine:
-//   DOWN, GATE_UP_BWD      take the peers' tiles first, so that these warps can sum each peer's token rows as soon as
-//                          its tiles are done, and store the sums to the peer
-//   DW13                   sum this rank's own tokens' rows and add what the peers sent
+// Where the producer is one thread, its group's other three warps combine: sum a token's rows of this rank. Tokens are
+// handed out by counters, so the work goes on from kernel to kernel without a seam:
+//   DOWN, GATE_UP_BWD      take the peers' tiles first, so that these warps can sum the peers' tokens as soon as their
+//                          tiles are done, and store the sums to the peers; they stop when the block's tiles are done
+//   combine, DW13          do what is left of that, then this rank's own tokens, adding what the peers sent
 
 typedef unsigned char u8;
 typedef unsigned int u32;
@@ -37,7 +38,9 @@ constexpr int BM = 128, BN = 256, BK = 64, STAGES = 4;
 constexpr int A_BYTES = BM * BK * 2, B_BYTES = BN * BK * 2, STAGE_BYTES = A_BYTES + B_BYTES;
 constexpr int BOX = 64;                // columns of one 128-byte swizzled box
 constexpr int BOX_BYTES = 16 * BOX * 2;  // a warp's 16 rows of one output box
-constexpr int STAGING = STAGES * STAGE_BYTES, BARRIERS = STAGING + 8 * 2 * BOX_BYTES;
+constexpr int STAGING = STAGES * STAGE_BYTES, BARRIERS = STAGING + 8 * 2 * BOX_BYTES, STOP = BARRIERS + 2 * 8 * STAGES;
+constexpr int SUB = 1024;    // tokens whose sums share a flag
+constexpr int TICKET = 4;    // tokens a warp takes at a time
 
 struct __align__(64) TensorMap { u64 words[16]; };
 
@@ -61,15 +64,16 @@ struct Params {
     const int* row_of;         // [EP, t_max, K] row of a (source, token, slot), or -1
     const int* tokens;         // [EP] tokens of each rank
     const int* tiles_of;       // [EP] tiles of each chunk
-    u32* sent;                 // [EP] warps that have sent their part of a chunk
+    u32* tickets;              // [2] next peers' tokens, next own tokens
+    u32* summed;               // [EP, subs] tokens whose sums have been sent
     const u64* peers;          // [EP] each rank's symmetric buffer
     const long long* ids;      // [T, K] global expert ids of this rank's tokens
-    const u32* returned;       // [EP] epoch at which the sums of the rank at that distance last landed
+    const u32* returned;       // [EP, subs] epoch at which the sums of the rank at that distance last landed
     u8* out;                   // [T, D] bf16: y or dx
-    float* dscores_out;        // [T, K], or null in the forward
-    u64 part_offset, dscores_offset, returned_offset;  // bytes into a symmetric buffer: sums [EP, t_max, D], [t_max, K], flags [EP]
+    float* dscores_out;        // [T, K]
+    u64 part_offset, dscores_offset, returned_offset;  // bytes into a symmetric buffer: sums [EP, t_max, D], [t_max, K], flags [EP, subs]
     u64 timeout_ns;
-    int D, F, experts, rank, t_max, ep_size, top_k, max_rows, keep, combine;
+    int D, F, experts, rank, t_max, ep_size, top_k, max_rows, keep, subs, backward;
 };
 
 DEVICE u32 smem_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
@@ -195,12 +199,12 @@ enum Phase { NONE, ROUTING, DISPATCH, COMBINE };  // as in symm_buffer.py
 
 // Waits until a flag has reached `wanted`. Bounded: after the time limit it records phase and ring distance for the host
 // and goes on, so that the grid always ends; once an error is recorded nothing waits any more.
-DEVICE void wait_flag(const u32* flag, u32 wanted, int phase, int distance, u32* error, u64 timeout_ns) {
+DEVICE void wait_flag(const u32* flag, u32 wanted, int phase, int distance, u32* error, u64 timeout_ns, u32 nap_ns = 100) {
     u64 start = 0;
     u32 seen;
     // Polls relaxed: an acquiring load would empty the L1 cache at every turn.
     while ((int)((seen = load_relaxed(flag)) - wanted) < 0) {
-        __nanosleep(100);
+        __nanosleep(nap_ns);
         if (start == 0) start = now_ns();
         if (now_ns() - start > timeout_ns) {
             if (*(volatile u32*)error != NONE) return;
@@ -277,6 +281,13 @@ DEVICE uint4* kept_block(const Params& p, int row, int f_tiles, int f) {
     return p.gate_up + ((u64)(row / 64) * f_tiles + f) * 2048;
 }
 
+// Where the row of a padded row id lies; a row that only pads gets an address that nothing is read from.
+DEVICE const u8* source_row(const Params& p, int id) {
+    const int own = id - p.rank * p.t_max;
+    const bool is_own = id < 0 || (own >= 0 && own < p.t_max);
+    return (is_own ? p.own : p.recv) + (long long)(id < 0 ? 0 : is_own ? own : id) * p.D * 2;
+}
+
 // Fills the stages: thread 0 through TMA, and where rows are gathered all 128 threads.
 template <int MODE>
 DEVICE void produce(const Params& p, u32 smem, const Schedule<MODE>& schedule) {
@@ -308,9 +319,7 @@ DEVICE void produce(const Params& p, u32 smem, const Schedule<MODE>& schedule) {
             }
 #pragma unroll
             for (int j = 0; j < 8; ++j) {
-                const int own = ids[j] - p.rank * p.t_max;
-                const bool is_own = ids[j] < 0 || (own >= 0 && own < p.t_max);
-                source[j] = (is_own ? p.own : p.recv) + (long long)(ids[j] < 0 ? 0 : is_own ? own : ids[j]) * p.D * 2 + thread % 8 * 16;
+                source[j] = source_row(p, ids[j]) + thread % 8 * 16;
                 present |= (u32)(ids[j] >= 0) << j;
             }
         }
@@ -542,8 +551,8 @@ DEVICE void consume(const Params& p, u32 smem, const Schedule<MODE>& schedule) {
                     wgmma_m64n256k16<S::WEIGHT, S::B_MN>(acc, a + j * (S::WEIGHT ? 128 : 2), b + j * (S::B_MN ? 128 : 2), k > 0 || j > 0);
                 wgmma_commit();
                 ++it;
-                const bool leave = S::GATHER && p.keep && thread == 1 && k % schedule.tiles_n == t.n;
-                if (leave) {
+                const bool leave = S::GATHER && p.keep && k % schedule.tiles_n == t.n;
+                if (leave && thread == 1) {
                     tma_store(p.sorted, at, k * BK, t.row + group * 64);
                     store_commit();
                 }
@@ -551,7 +560,7 @@ DEVICE void consume(const Params& p, u32 smem, const Schedule<MODE>& schedule) {
                 if (k > 0) {
                     wgmma_wait<1>();
                     if (thread == 1) {
-                        // The stage may still be read by its sorted store, which is not this step's.
+                        // The last stage may still be read by its sorted store.
                         if (S::GATHER && p.keep) leave ? store_wait_read<1>() : store_wait_read<0>();
                         barrier_arrive(empty + 8 * last);
                     }
@@ -670,52 +679,95 @@ DEVICE void sum_token(const Params& p, int row, u8* out, More more) {
     }
 }
 
-// Peers' tokens: as soon as the tiles of a chunk are done, sum each token's rows and store the sum to the peer.
-__device__ __noinline__ void combine_peers(const Params& p, int warp, int warps) {
+DEVICE int take_ticket(u32* counter) {
+    int ticket = lane_id() == 0 ? (int)atomicAdd(counter, 1u) : 0;
+    return __shfl_sync(~0u, ticket, 0);
+}
+
+// This lane's slot's row of each of a ticket's tokens, or -1.
+DEVICE void rows_of_ticket(const Params& p, int (&rows)[TICKET], int source, int first) {
+#pragma unroll
+    for (int q = 0; q < TICKET; ++q) {
+        const bool there = first + q < p.tokens[source] && lane_id() < p.top_k;
+        rows[q] = there ? p.row_of[((u64)source * p.t_max + first + q) * p.top_k + lane_id()] : -1;
+    }
+}
+
+// Peers' tokens, farthest first: once a chunk's tiles are done, sum each token's rows and store the sum to the peer.
+DEVICE void combine_peers(const Params& p, volatile u32* stop) {
     const int lane = lane_id(), tiles_n = (p.D + BN - 1) / BN;
-    for (int c = p.ep_size - 1; c > 0; --c) {
-        const int source = (p.rank + c) % p.ep_size;
-        wait_flag(p.done + c, p.tiles_of[c] * tiles_n * 8, COMBINE, 0, p.error, p.timeout_ns);
-        u8* peer = (u8*)p.peers[source];
-        for (int t = warp; t < p.tokens[source]; t += warps) {
-            const int row = lane < p.top_k ? p.row_of[((u64)source * p.t_max + t) * p.top_k + lane] : -1;
-            if (!__any_sync(~0u, row >= 0)) continue;
-            sum_token(p, row, peer + p.part_offset + ((u64)p.rank * p.t_max + t) * p.D * 2, [](float(&)[16], int, bool, bool) {});
-            if (p.dscores_out && row >= 0) ((float*)(peer + p.dscores_offset))[t * p.top_k + lane] = dscore(p, row);
+    int done = p.ep_size;  // the nearest chunk known to be done
+    while (!stop || !*stop) {
+        int first = take_ticket(p.tickets), c = p.ep_size - 1, source = 0, tokens = 0;
+        for (; c > 0; --c) {
+            source = (p.rank + c) % p.ep_size;
+            tokens = p.tokens[source];
+            const int tickets = (tokens + TICKET - 1) / TICKET;
+            if (first < tickets) break;
+            first -= tickets;
         }
-        __syncwarp();
+        if (c <= 0) return;
+        first *= TICKET;
+        if (c < done) {
+            wait_flag(p.done + c, p.tiles_of[c] * tiles_n * 8, COMBINE, 0, p.error, p.timeout_ns, 4000);
+            done = c;
+        }
+        u8* peer = (u8*)p.peers[source];
+        int rows[TICKET];
+        rows_of_ticket(p, rows, source, first);
+#pragma unroll
+        for (int q = 0; q < TICKET; ++q) {
+            if (!__any_sync(~0u, rows[q] >= 0)) continue;
+            sum_token(p, rows[q], peer + p.part_offset + ((u64)p.rank * p.t_max + first + q) * p.D * 2, [](float(&)[16], int, bool, bool) {});
+            if (p.backward && rows[q] >= 0) ((float*)(peer + p.dscores_offset))[(first + q) * p.top_k + lane] = dscore(p, rows[q]);
+        }
         __threadfence_system();
-        if (lane == 0 && atomicAdd(p.sent + c, 1u) == warps - 1) {
-            p.sent[c] = 0;
+        __syncwarp();
+        const int sub = first / SUB, in_sub = min(SUB, tokens - sub * SUB), here = min(TICKET, tokens - first);
+        if (lane == 0 && (int)atomicAdd(p.summed + c * p.subs + sub, (u32)here) + here == in_sub) {
             __threadfence_system();
             // On the peer this rank is at distance ep_size - c.
-            asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"((u32*)(peer + p.returned_offset) + (p.ep_size - c)), "r"(*p.epoch) : "memory");
+            u32* flag = (u32*)(peer + p.returned_offset) + (p.ep_size - c) * p.subs + sub;
+            asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(flag), "r"(*p.epoch) : "memory");
         }
     }
 }
 
 // This rank's own tokens: the sum of their rows here, then what the peers sent, by ring distance.
-__device__ __noinline__ void combine_own(const Params& p, int warp, int warps) {
-    const int lane = lane_id();
+DEVICE void combine_own(const Params& p) {
+    const int lane = lane_id(), tokens = p.tokens[p.rank];
     const u8* mine = (const u8*)p.peers[p.rank];
-    for (int c = 1; c < p.ep_size; ++c) wait_flag(p.returned + c, *p.epoch, COMBINE, c, p.error, p.timeout_ns);
-    for (int t = warp; t < p.tokens[p.rank]; t += warps) {
-        const int row = lane < p.top_k ? p.row_of[((u64)p.rank * p.t_max + t) * p.top_k + lane] : -1;
-        const int id = lane < p.top_k ? (int)p.ids[(u64)t * p.top_k + lane] : -1;
-        const int owner = id < 0 ? p.rank : id / p.experts;
-        const u32 owners = __reduce_or_sync(~0u, 1u << owner);
-        sum_token(p, row, p.out + (u64)t * p.D * 2, [&](float(&sum)[16], int column, bool first, bool second) {
-            for (int c = 1; c < p.ep_size; ++c) {
-                const int source = (p.rank + c) % p.ep_size;
-                if (!(owners >> source & 1)) continue;
-                uint4 v[2];
-                get_row(v, mine + p.part_offset + (((u64)source * p.t_max + t) * p.D + column) * 2, first, second);
-                add_row(sum, v);
-            }
-        });
-        if (p.dscores_out && lane < p.top_k)
-            p.dscores_out[(u64)t * p.top_k + lane] =
-                row >= 0 ? dscore(p, row) : id < 0 ? 0.f : ((const float*)(mine + p.dscores_offset))[t * p.top_k + lane];
+    int returned = -1;  // the sub whose sums are known to be here
+    for (;;) {
+        const int first = take_ticket(p.tickets + 1) * TICKET;
+        if (first >= tokens) return;
+        int rows[TICKET];
+        rows_of_ticket(p, rows, p.rank, first);
+        if (first / SUB != returned) {
+            returned = first / SUB;
+            for (int c = 1; c < p.ep_size; ++c) wait_flag(p.returned + c * p.subs + returned, *p.epoch, COMBINE, c, p.error, p.timeout_ns);
+        }
+#pragma unroll 1
+        for (int q = 0; q < TICKET; ++q) {
+            const int t = first + q;
+            if (t >= tokens) break;
+            const int row = q == 0 ? rows[0] : q == 1 ? rows[1] : q == 2 ? rows[2] : rows[3];
+            const int id = lane < p.top_k ? (int)p.ids[(u64)t * p.top_k + lane] : -1;
+            const int owner = id < 0 ? p.rank : id / p.experts;
+            const u32 owners = __reduce_or_sync(~0u, 1u << owner);
+            sum_token(p, row, p.out + (u64)t * p.D * 2, [&](float(&sum)[16], int column, bool first, bool second) {
+                for (int c = 1; c < p.ep_size; ++c) {
+                    const int source = (p.rank + c) % p.ep_size;
+                    if (!(owners >> source & 1)) continue;
+                    uint4 v[2];
+                    get_row(v, mine + p.part_offset + (((u64)source * p.t_max + t) * p.D + column) * 2, first, second);
+                    add_row(sum, v);
+                }
+            });
+            if (p.backward && lane < p.top_k)
+                p.dscores_out[(u64)t * p.top_k + lane] =
+                    row >= 0 ? dscore(p, row) : id < 0 ? 0.f : ((const float*)(mine + p.dscores_offset))[t * p.top_k + lane];
+        }
     }
 }
 
@@ -725,6 +777,7 @@ DEVICE void run(const Params& p) {
     extern __shared__ __align__(1024) u8 shared[];
     const u32 smem = smem_address(shared), full = smem + BARRIERS;
     if (threadIdx.x == 0) {
+        *(volatile u32*)(shared + STOP) = 0;
         for (int s = 0; s < STAGES; ++s) {
             barrier_init(full + 8 * s, S::GATHER ? 129 : 1);
             barrier_init(full + 8 * (STAGES + s), 2);
@@ -740,12 +793,16 @@ DEVICE void run(const Params& p) {
         if (S::GATHER || threadIdx.x == 0) {
             produce<MODE>(p, smem, schedule);
         } else if (warp >= 0) {
-            if (S::DESCENDING && p.combine) combine_peers(p, blockIdx.x * 3 + warp, gridDim.x * 3);
-            if (MODE == DW13 && p.combine) combine_own(p, blockIdx.x * 3 + warp, gridDim.x * 3);
+            if (S::DESCENDING) combine_peers(p, (volatile u32*)(shared + STOP));
+            if (MODE == DW13) {
+                combine_peers(p, nullptr);
+                combine_own(p);
+            }
         }
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::CONSUMER_REGISTERS));
         consume<MODE>(p, smem, schedule);
+        if (threadIdx.x == 128) *(volatile u32*)(shared + STOP) = 1;
     }
 }
 
@@ -760,5 +817,6 @@ KERNEL(weight_grad_gate_up, DW13)
 KERNEL(weight_grad_down, DW2)
 
 extern "C" __global__ void __launch_bounds__(384, 2) combine(const __grid_constant__ Params p) {
-    combine_own(p, blockIdx.x * 12 + threadIdx.x / 32, gridDim.x * 12);
+    combine_peers(p, nullptr);
+    combine_own(p);
 }

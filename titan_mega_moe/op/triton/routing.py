@@ -20,10 +20,10 @@ import torch
 import triton
 import triton.language as tl
 
-from titan_mega_moe.op.symm_buffer import TIMEOUT_SECONDS, SymmBuffer
+from titan_mega_moe.op.symm_buffer import TIMEOUT_SECONDS, SymmBuffer, subs_of
 
-BLOCK = 1024  # entries of one program
-STEP = 256  # entries of one of its steps
+BLOCK = 256  # entries of one program
+STEP = 128  # entries of one of its steps
 TILE = 128  # rows; an expert starts at a multiple of it
 MAX_LOCAL_EXPERTS = 128
 _POLLS = TIMEOUT_SECONDS * 1_000_000  # a poll takes about a microsecond
@@ -101,8 +101,9 @@ class Scratch:
         e, ep, all_blocks = sizes.local_experts, sizes.ep_size, sizes.ep_size * sizes.blocks
         ints = {"dtype": torch.int32, "device": device}
         self.arrived = torch.zeros(ep + 1, **ints)  # programs that have published, and columns that have
-        self.done = torch.zeros(ep, **ints)  # gemm.cu counts tiles in it; zero when a call begins
-        self.sent = torch.zeros(ep, **ints)
+        # What gemm.cu counts, zero when a call begins: tiles done [EP], tickets [2], tokens summed [EP, subs].
+        self.counters = torch.zeros(ep + 2 + ep * subs_of(sizes.t_max), **ints)
+        self.done, self.tickets, self.summed = self.counters.split([ep, 2, ep * subs_of(sizes.t_max)])
         self.counts = torch.empty(e, **ints)
         self.bounds = torch.empty(e, ep + 1, **ints)
         self.starts = torch.empty(e, all_blocks, **ints)
@@ -114,22 +115,22 @@ def _pointer(peers, rank, offset, dtype: tl.constexpr):
 
 
 @triton.jit
-def _begin_epoch(epoch, done, EP: tl.constexpr):
-    for d in tl.static_range(EP):
-        tl.store(done + d, 0)
+def _begin_epoch(epoch, counters, number, PAD: tl.constexpr):
+    places = tl.arange(0, PAD)
+    tl.store(counters + places, tl.zeros((PAD,), tl.int32), mask=places < number)
     tl.store(epoch, tl.load(epoch) + 1)
 
 
 @triton.jit
-def begin(epoch, done, EP: tl.constexpr):
+def begin(epoch, counters, number, PAD: tl.constexpr):
     """A call that needs no routing (the backward) begins."""
-    _begin_epoch(epoch, done, EP)
+    _begin_epoch(epoch, counters, number, PAD)
 
 
 @triton.jit(do_not_specialize=["T"])
 def publish(
-    ids, scores, T, peers, ids_offset, scores_offset, tokens_offset, routed_offset, arrived, epoch, done,
-    rank, t_max, EP: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
+    ids, scores, T, peers, ids_offset, scores_offset, tokens_offset, routed_offset, arrived, epoch, counters, number,
+    rank, t_max, EP: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, PAD: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks, EP). Column d serves rank (rank + d) % EP; its last program raises the flag there, and the last column
     begins the epoch here. T above t_max publishes the number alone, so that every rank can say why it stops."""
@@ -143,9 +144,7 @@ def publish(
         tl.load(ids + entries, mask=mask).to(tl.int32),
         mask=mask,
     )
-    tl.store(
-        _pointer(peers, to, scores_offset, tl.float32) + at, tl.load(scores + entries, mask=mask), mask=mask
-    )
+    tl.store(_pointer(peers, to, scores_offset, tl.float32) + at, tl.load(scores + entries, mask=mask), mask=mask)
     if tl.program_id(0) == 0:
         tl.store(_pointer(peers, to, tokens_offset, tl.int32) + rank, T)
     tl.debug_barrier()  # all of the program's stores precede its arrival
@@ -155,7 +154,7 @@ def publish(
         tl.atomic_xchg(flag, tl.load(epoch) + 1, sem="release", scope="sys")
         if tl.atomic_add(arrived + EP, 1, sem="acq_rel", scope="gpu") == EP - 1:
             tl.store(arrived + EP, 0)
-            _begin_epoch(epoch, done, EP)
+            _begin_epoch(epoch, counters, number, PAD)
 
 
 @triton.jit
@@ -281,9 +280,7 @@ def place(
     experts = tl.arange(0, E_PAD)
     _, first = _first_tiles(counts, E, E_PAD, TILE)
     column = d * tl.num_programs(0) + tl.program_id(0)
-    next_row = first * TILE + tl.load(
-        starts + experts * (EP * tl.num_programs(0)) + column, mask=experts < E, other=0
-    )
+    next_row = first * TILE + tl.load(starts + experts * (EP * tl.num_programs(0)) + column, mask=experts < E, other=0)
     limit = tl.load(tokens + source) * K
     for step in tl.static_range(0, BLOCK, STEP):
         entries = tl.program_id(0) * BLOCK + step + tl.arange(0, STEP)
@@ -298,13 +295,20 @@ def place(
         next_row += tl.sum(chosen, 0)
 
 
+def begin_call(buffer: SymmBuffer, scratch: Scratch) -> None:
+    """Begins a call that needs no routing."""
+    number = len(scratch.counters)
+    begin[(1,)](buffer.epoch, scratch.counters, number, triton.next_power_of_2(number))
+
+
 def announce(buffer: SymmBuffer, scratch: Scratch, ids_TK: torch.Tensor, scores_TK: torch.Tensor) -> None:
     """First kernel: this rank's entries go to every rank. ids int64, scores float32, both contiguous."""
     T, K = ids_TK.shape
     offsets = (buffer.regions[name].offset for name in ("ids", "scores", "tokens", "routed"))
     publish[(triton.cdiv(buffer.t_max * K, BLOCK), buffer.ep_size)](
-        ids_TK, scores_TK, T, buffer.peers, *offsets, scratch.arrived, buffer.epoch, scratch.done,
-        buffer.rank, buffer.t_max, buffer.ep_size, K, BLOCK,
+        ids_TK, scores_TK, T, buffer.peers, *offsets, scratch.arrived, buffer.epoch, scratch.counters,
+        len(scratch.counters), buffer.rank, buffer.t_max, buffer.ep_size, K, BLOCK,
+        triton.next_power_of_2(len(scratch.counters)),
     )  # fmt: skip
 
 
@@ -317,9 +321,7 @@ def build(buffer: SymmBuffer, scratch: Scratch, tables: Tables, sizes: Sizes) ->
         ids, tokens, buffer.view("routed"), buffer.epoch, buffer.error, scratch.starts, rank, t_max, _POLLS,
         ep, K, e, pad, BLOCK, STEP,
     )  # fmt: skip
-    scan[(e,)](
-        scratch.starts, scratch.bounds, scratch.counts, blocks, ep, triton.next_power_of_2(ep * blocks)
-    )
+    scan[(e,)](scratch.starts, scratch.bounds, scratch.counts, blocks, ep, triton.next_power_of_2(ep * blocks))
     tiles[(e,)](
         scratch.counts, scratch.bounds, tables.tiles, tables.expert_rows, tables.tiles_of, tables.num_tiles,
         tables.rows, tables.scores, tokens, tables.tokens, t_max, ep, e, pad, TILE,

@@ -59,9 +59,7 @@ class Workspace:
         self.scratch = Scratch(self.sizes, plan.device)
         for name, shape in shapes(self.sizes, plan).items():
             setattr(self, name, torch.empty(shape, dtype=torch.bfloat16, device=plan.device))
-        self.dscores = torch.empty(
-            plan.hidden_dim // 64, self.sizes.rows, dtype=torch.float32, device=plan.device
-        )
+        self.dscores = torch.empty(plan.hidden_dim // 64, self.sizes.rows, dtype=torch.float32, device=plan.device)
         self.side = torch.cuda.Stream(plan.device)
         self.multiprocessors = torch.cuda.get_device_properties(plan.device).multi_processor_count
         assert self.sizes.rows % TILE == 0
