@@ -23,8 +23,8 @@ import torch.distributed as dist
 from titan_mega_moe.op.backends import BufferPlan, group_of
 
 _ALIGNMENT = 1024
-# What a kernel was waiting for when its time ran out: gemm.cu's Phase.
-NONE, ROUTING, DISPATCH, COMBINE, TOKENS = range(5)
+# Why a kernel gave up: the first four are gemm.cu's Phase.
+NONE, ROUTING, DISPATCH, COMBINE, TOKENS, IDS = range(6)
 TIMEOUT_SECONDS = 60
 
 
@@ -130,6 +130,11 @@ class SymmBuffer:
             raise RuntimeError(
                 f"mega_moe: rank {peer} of the expert-parallel group has {seen} tokens, but the buffers of rank "
                 f"{self.rank} hold {self.t_max}; set [mega_moe] max_tokens to the largest number of tokens of a rank"
+            )
+        if phase == IDS:
+            raise RuntimeError(
+                f"mega_moe: rank {self.rank} of the expert-parallel group got expert id {seen}; ids go from 0 to "
+                f"{wanted - 1}, and -1 stands for no expert: look at the router, or at NaN in what it got"
             )
         what = {ROUTING: "expert ids", DISPATCH: "dispatched rows", COMBINE: "combined sums"}[phase]
         raise RuntimeError(

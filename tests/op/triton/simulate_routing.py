@@ -25,12 +25,12 @@ def compare(all_ids: list[torch.Tensor], local_experts: int, t_max: int, calls: 
     scratch = [routing.Scratch(sizes, torch.device("cpu")) for _ in range(ep)]
     for call in range(1, calls + 1):
         for rank in range(ep):
-            scratch[rank].done.fill_(7)
-            routing.announce(buffers[rank], scratch[rank], all_ids[rank], scores[rank])
+            scratch[rank].counters.fill_(7)
+            routing.announce(buffers[rank], scratch[rank], sizes, all_ids[rank], scores[rank])
         for rank in range(ep):
             assert buffers[rank].epoch.item() == call
             assert buffers[rank].view("routed").tolist() == [call] * ep
-            assert scratch[rank].done.tolist() == [0] * ep and scratch[rank].arrived.eq(0).all()
+            assert scratch[rank].counters.eq(0).all() and scratch[rank].arrived.eq(0).all()
             words = torch.full((sizes.words,), -77, dtype=torch.int32)
             tables = routing.Tables(words, sizes)
             routing.build(buffers[rank], scratch[rank], tables, sizes)
@@ -63,7 +63,7 @@ def too_many_tokens(ep: int) -> None:
         T = 17 if rank == ep - 1 else 5
         buffer = SymmBuffer(memories, rank, t_max, 64, K, 1)
         ids = torch.zeros(T, K, dtype=torch.int64)
-        routing.announce(buffer, routing.Scratch(sizes, torch.device("cpu")), ids, torch.rand(T, K))
+        routing.announce(buffer, routing.Scratch(sizes, torch.device("cpu")), sizes, ids, torch.rand(T, K))
     for rank in range(ep):
         buffer = SymmBuffer(memories, rank, t_max, 64, K, 1)
         buffer.epoch.fill_(1)
@@ -77,6 +77,24 @@ def too_many_tokens(ep: int) -> None:
             assert "hold 16" in str(error) and "max_tokens" in str(error)
         else:
             raise AssertionError("17 tokens passed")
+
+
+def wrong_ids(ep: int) -> None:
+    """An id that no rank has is named; -1 is not wrong."""
+    t_max, K = 8, 2
+    sizes = routing.Sizes(ep, t_max, K, 2)
+    _, nbytes = layout(ep, t_max, 64, K, 1)
+    for bad in (2 * ep, -2, None):
+        memories = [torch.zeros(nbytes, dtype=torch.uint8) for _ in range(ep)]
+        buffer = SymmBuffer(memories, 0, t_max, 64, K, 1)
+        ids = torch.tensor([[0, 2 * ep - 1], [-1, 1 if bad is None else bad]])
+        routing.announce(buffer, routing.Scratch(sizes, torch.device("cpu")), sizes, ids, torch.rand(2, K))
+        try:
+            buffer.check()
+        except RuntimeError as error:
+            assert bad is not None and f"expert id {bad};" in str(error) and f"0 to {2 * ep - 1}" in str(error), error
+        else:
+            assert bad is None, bad
 
 
 def main(ep: int, seed: int) -> None:
@@ -101,6 +119,7 @@ def main(ep: int, seed: int) -> None:
         ids[-1] = ids[-1][:0]  # a rank without tokens
         compare(ids, local_experts, t_max, 1)
     too_many_tokens(ep)
+    wrong_ids(ep)
 
 
 if __name__ == "__main__":

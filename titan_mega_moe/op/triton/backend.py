@@ -67,7 +67,7 @@ class FusedBackend:
         ids = ids_TK.contiguous()
         saved = self.saved_like(call, x_TD, ids_TK, scores_TK, w1_eFD, w2_eDF, w3_eFD)
         tables = Tables(saved[0], work.sizes)
-        routing.announce(work.symm, work.scratch, ids, scores_TK.float().contiguous())
+        routing.announce(work.symm, work.scratch, work.sizes, ids, scores_TK.float().contiguous())
         if x.shape[0] > work.symm.t_max:  # the peers know now, and stop too
             raise ValueError(
                 f"mega_moe: {x.shape[0]} tokens, but the buffers were made for at most {work.symm.t_max}; "

@@ -30,8 +30,11 @@ _POLLS = TIMEOUT_SECONDS * 1_000_000  # a poll takes about a microsecond
 
 
 def max_rows(ep_size: int, t_max: int, top_k: int, local_experts: int) -> int:
-    """R: rows that can meet on one rank, every expert padded to whole tiles."""
-    return -(-(ep_size * t_max * min(top_k, local_experts) + local_experts * (TILE - 1)) // TILE) * TILE
+    """R: rows that can meet on one rank, every expert padded to whole tiles.
+
+    All K slots of a token may come to one rank; with fewer experts than that they would have to repeat one.
+    """
+    return -(-(ep_size * t_max * top_k + local_experts * (TILE - 1)) // TILE) * TILE
 
 
 @dataclass(frozen=True)
@@ -130,7 +133,7 @@ def begin(epoch, counters, number, PAD: tl.constexpr):
 @triton.jit(do_not_specialize=["T"])
 def publish(
     ids, scores, T, peers, ids_offset, scores_offset, tokens_offset, routed_offset, arrived, epoch, counters, number,
-    rank, t_max, EP: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, PAD: tl.constexpr,
+    error, experts, rank, t_max, EP: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, PAD: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks, EP). Column d serves rank (rank + d) % EP; its last program raises the flag there, and the last column
     begins the epoch here. T above t_max publishes the number alone, so that every rank can say why it stops."""
@@ -139,11 +142,14 @@ def publish(
     entries = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = (entries < T * K) & (t_max >= T)
     at = rank * t_max * K + entries
-    tl.store(
-        _pointer(peers, to, ids_offset, tl.int32) + at,
-        tl.load(ids + entries, mask=mask).to(tl.int32),
-        mask=mask,
-    )
+    expert = tl.load(ids + entries, mask=mask, other=-1).to(tl.int32)
+    wrong = (expert < -1) | (expert >= experts)
+    if (d == 0) & (tl.max(wrong.to(tl.int32), 0) == 1):
+        tl.store(error + 1, 0)
+        tl.store(error + 2, experts)
+        tl.store(error + 3, tl.max(tl.where(wrong, expert, -2147483648), 0))
+        tl.store(error, 5)  # IDS
+    tl.store(_pointer(peers, to, ids_offset, tl.int32) + at, expert, mask=mask)
     tl.store(_pointer(peers, to, scores_offset, tl.float32) + at, tl.load(scores + entries, mask=mask), mask=mask)
     if tl.program_id(0) == 0:
         tl.store(_pointer(peers, to, tokens_offset, tl.int32) + rank, T)
@@ -301,13 +307,14 @@ def begin_call(buffer: SymmBuffer, scratch: Scratch) -> None:
     begin[(1,)](buffer.epoch, scratch.counters, number, triton.next_power_of_2(number))
 
 
-def announce(buffer: SymmBuffer, scratch: Scratch, ids_TK: torch.Tensor, scores_TK: torch.Tensor) -> None:
+def announce(buffer: SymmBuffer, scratch: Scratch, sizes: Sizes, ids_TK: torch.Tensor, scores_TK: torch.Tensor) -> None:
     """First kernel: this rank's entries go to every rank. ids int64, scores float32, both contiguous."""
     T, K = ids_TK.shape
     offsets = (buffer.regions[name].offset for name in ("ids", "scores", "tokens", "routed"))
     publish[(triton.cdiv(buffer.t_max * K, BLOCK), buffer.ep_size)](
         ids_TK, scores_TK, T, buffer.peers, *offsets, scratch.arrived, buffer.epoch, scratch.counters,
-        len(scratch.counters), buffer.rank, buffer.t_max, buffer.ep_size, K, BLOCK,
+        len(scratch.counters), buffer.error, sizes.ep_size * sizes.local_experts, buffer.rank, buffer.t_max,
+        buffer.ep_size, K, BLOCK,
         triton.next_power_of_2(len(scratch.counters)),
     )  # fmt: skip
 
