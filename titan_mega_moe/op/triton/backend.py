@@ -281,7 +281,7 @@ def _launch(work: Workspace, name: str, tables: Tables, *, copy: int = 0, **fiel
         "expert_rows": tables.expert_rows, "row_of": tables.row_of, "tokens": tables.tokens,
         "tiles_of": tables.tiles_of, "dscores": work.dscores, "done": scratch.done, "tickets": scratch.tickets, "summed": scratch.summed,
         "epoch": symm.epoch, "error": symm.error, "peers": symm.peers,
-        "part_offset": symm.regions["sums"].offset, "dscores_offset": symm.regions["dscores"].offset,
+        "sums_offset": symm.regions["sums"].offset, "dscores_offset": symm.regions["dscores"].offset,
         "returned_offset": symm.regions["returned"].offset, "timeout_ns": TIMEOUT_SECONDS * 10**9,
         "D": plan.dim, "F": plan.hidden_dim, "experts": sizes.local_experts, "rank": symm.rank, "t_max": symm.t_max,
         "ep_size": sizes.ep_size, "top_k": plan.top_k, "max_rows": sizes.rows, "subs": symm.view("returned").shape[1],

@@ -42,7 +42,7 @@ class Params(ctypes.Structure):
             for name in ("partial_rows", "row_of", "tokens", "tiles_of", "tickets", "summed", "peers", "ids")
         ],
         *[(name, ctypes.c_uint64) for name in ("returned", "out", "dscores_out")],
-        *[(name, ctypes.c_uint64) for name in ("part_offset", "dscores_offset", "returned_offset", "timeout_ns")],
+        *[(name, ctypes.c_uint64) for name in ("sums_offset", "dscores_offset", "returned_offset", "timeout_ns")],
         *[(name, ctypes.c_int32) for name in ("D", "F", "experts", "rank", "t_max", "ep_size")],
         *[(name, ctypes.c_int32) for name in ("top_k", "max_rows", "keep", "subs", "backward")],
     ]

@@ -71,7 +71,7 @@ struct Params {
     const u32* returned;       // [EP, subs] epoch at which the sums of the rank at that distance last landed
     u8* out;                   // [T, D] bf16: y or dx
     float* dscores_out;        // [T, K]
-    u64 part_offset, dscores_offset, returned_offset;  // bytes into a symmetric buffer: sums [EP, t_max, D], [t_max, K], flags [EP, subs]
+    u64 sums_offset, dscores_offset, returned_offset;  // bytes into a symmetric buffer: sums [EP, t_max, D], [t_max, K], flags [EP, subs]
     u64 timeout_ns;
     int D, F, experts, rank, t_max, ep_size, top_k, max_rows, keep, subs, backward;
 };
@@ -718,7 +718,7 @@ DEVICE void combine_peers(const Params& p, volatile u32* stop) {
 #pragma unroll
         for (int q = 0; q < TICKET; ++q) {
             if (!__any_sync(~0u, rows[q] >= 0)) continue;
-            sum_token(p, rows[q], peer + p.part_offset + ((u64)p.rank * p.t_max + first + q) * p.D * 2, [](float(&)[16], int, bool, bool) {});
+            sum_token(p, rows[q], peer + p.sums_offset + ((u64)p.rank * p.t_max + first + q) * p.D * 2, [](float(&)[16], int, bool, bool) {});
             if (p.backward && rows[q] >= 0) ((float*)(peer + p.dscores_offset))[(first + q) * p.top_k + lane] = dscore(p, rows[q]);
         }
         __threadfence_system();
@@ -760,7 +760,7 @@ DEVICE void combine_own(const Params& p) {
                     const int source = (p.rank + c) % p.ep_size;
                     if (!(owners >> source & 1)) continue;
                     uint4 v[2];
-                    get_row(v, mine + p.part_offset + (((u64)source * p.t_max + t) * p.D + column) * 2, first, second);
+                    get_row(v, mine + p.sums_offset + (((u64)source * p.t_max + t) * p.D + column) * 2, first, second);
                     add_row(sum, v);
                 }
             });
