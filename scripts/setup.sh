@@ -13,6 +13,7 @@ setup() {
     fi
     if [ "$done" -ot pyproject.toml ]; then
         [ -x .venv/bin/python ] || "$python" -m venv .venv
+        echo "installing into $PWD/.venv, PyTorch included: several minutes and about 6 GB, once" >&2
         .venv/bin/python -m pip install --quiet --disable-pip-version-check -e ".$1"
         touch "$done"
     fi

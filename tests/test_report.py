@@ -119,11 +119,11 @@ def test_a_disagreement_is_told_with_its_step_and_a_dead_side_with_its_error():
     assert not good
     assert lines == [
         "deepep did not finish: no such GPU",
-        "losses differ from upstream's by 1.0e-01 at step 2, more than the tolerance of 1.0e-02",
+        "losses differ from upstream's by a relative 1.0e-01 at step 2, more than the tolerance of 1.0e-02",
     ]
     good, lines = report.verdict(ours, [other], 0.2)
     assert good and lines == [
-        "losses equal upstream's within 1.0e-01 (step 2) over 2 steps; the tolerance is 2.0e-01"
+        "losses equal upstream's within a relative 1.0e-01 (step 2) over 2 steps; the tolerance is 2.0e-01"
     ]
 
 
@@ -155,8 +155,10 @@ def test_the_files_hold_all_steps(tmp_path):
     assert saved["differences"]["upstream"][10]["loss"] == pytest.approx(0.02)
     page = (tmp_path / "report.md").read_text()
     assert page.startswith("# mega_moe beside upstream\n") and "## Caveats" in page
+    assert "| relative difference to upstream |" in page
+    assert "rel. diff." in text(report.step_table(ours, [other]))
     assert "| 80 | 4.21000 | 5.00000 | 1.6e-01 | 1.000 | 1.000 |" in page
-    assert "losses differ from upstream's by 1.2e-02 at step 7, more than" in page
+    assert "losses differ from upstream's by a relative 1.2e-02 at step 7, more than" in page
 
 
 def test_a_side_without_steps_has_a_row_of_dashes(tmp_path):

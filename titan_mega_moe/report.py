@@ -122,7 +122,7 @@ def step_table(ours: Run, others: list[Run], rows: int = 32) -> Table:
     for run in (ours, *others):
         table.add_column(f"{run.name}\nloss", justify="right")
     for other in others:
-        table.add_column(f"difference\nto {other.name}", justify="right")
+        table.add_column(f"rel. diff.\nto {other.name}", justify="right")
     for run in (ours, *others):
         table.add_column(f"{run.name}\nseconds", justify="right")
     every = max(1, math.ceil(len(ours.steps) / rows))
@@ -192,13 +192,13 @@ def verdict(ours: Run, others: list[Run], tolerance: float) -> tuple[bool, list[
         if beyond is not None:
             good = False
             lines.append(
-                f"losses differ from {other.name}'s by {beyond.loss:.1e} at step {beyond.step}, "
+                f"losses differ from {other.name}'s by a relative {beyond.loss:.1e} at step {beyond.step}, "
                 f"more than the tolerance of {tolerance:.1e}"
             )
         elif common:
             worst = max(common, key=lambda d: d.loss)
             lines.append(
-                f"losses equal {other.name}'s within {worst.loss:.1e} (step {worst.step}) "
+                f"losses equal {other.name}'s within a relative {worst.loss:.1e} (step {worst.step}) "
                 f"over {len(common)} steps; the tolerance is {tolerance:.1e}"
             )
     return good, lines
@@ -225,7 +225,7 @@ def write(folder: Path, ours: Run, others: list[Run], tolerance: float, settings
         + "\n"
     )
     names = [run.name for run in runs]
-    head = ["step", *(f"{n} loss" for n in names), *(f"difference to {n}" for n in names[1:])]
+    head = ["step", *(f"{n} loss" for n in names), *(f"relative difference to {n}" for n in names[1:])]
     head += [f"{n} s" for n in names]
     (folder / "report.md").write_text(
         "\n\n".join(
