@@ -11,6 +11,8 @@ Shape suffixes as in op/__init__.py; R rows are padded and counted for the worst
 The two streams meet before either pass returns.
 """
 
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 
@@ -170,6 +172,9 @@ class FusedBackend:
         have = self._workspaces.get(key)
         if have is not None and have.plan.max_tokens >= plan.max_tokens and have.plan.keep in (plan.keep, "inputs"):
             return
+        if have is not None:  # what was planned before must still fit
+            keep = "inputs" if "inputs" in (plan.keep, have.plan.keep) else plan.keep
+            plan = replace(plan, max_tokens=max(plan.max_tokens, have.plan.max_tokens), keep=keep)
         _check_plan(plan)
         self._workspaces[key] = Workspace(plan)
         self._compile(plan)

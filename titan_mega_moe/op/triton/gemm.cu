@@ -64,7 +64,7 @@ struct Params {
     const int* row_of;         // [EP, t_max, K] row of a (source, token, slot), or -1
     const int* tokens;         // [EP] tokens of each rank
     const int* tiles_of;       // [EP] tiles of each chunk
-    u32* tickets;              // [2] next peers' tokens, next own tokens
+    u32* tickets;              // [EP] next tokens of the rank at that distance
     u32* summed;               // [EP, subs] tokens whose sums have been sent
     const u64* peers;          // [EP] each rank's symmetric buffer
     const long long* ids;      // [T, K] global expert ids of this rank's tokens
@@ -199,12 +199,14 @@ enum Phase { NONE, ROUTING, DISPATCH, COMBINE };  // as in symm_buffer.py
 
 // Waits until a flag has reached `wanted`. Bounded: after the time limit it records phase and ring distance for the host
 // and goes on, so that the grid always ends; once an error is recorded nothing waits any more.
-DEVICE void wait_flag(const u32* flag, u32 wanted, int phase, int distance, u32* error, u64 timeout_ns, u32 nap_ns = 100) {
+DEVICE void wait_flag(const u32* flag, u32 wanted, int phase, int distance, u32* error, u64 timeout_ns) {
     u64 start = 0;
-    u32 seen;
+    u32 seen, turns = 0;
     // Polls relaxed: an acquiring load would empty the L1 cache at every turn.
     while ((int)((seen = load_relaxed(flag)) - wanted) < 0) {
-        __nanosleep(nap_ns);
+        __nanosleep(100);
+        // Host memory is far away: look there seldom.
+        if (++turns % 1024 == 0 && *(volatile u32*)error != NONE) return;
         if (start == 0) start = now_ns();
         if (now_ns() - start > timeout_ns) {
             if (*(volatile u32*)error != NONE) return;
@@ -693,24 +695,34 @@ DEVICE void rows_of_ticket(const Params& p, int (&rows)[TICKET], int source, int
     }
 }
 
+// Tokens that hand out tickets: a rank without tokens has one ticket, so that its sums too are awaited and returned.
+DEVICE int at_least_one(int tokens) { return max(tokens, 1); }
+
+// Asked by whole warps: lanes that saw different answers would part.
+DEVICE bool stopped(volatile u32* stop) { return stop && __shfl_sync(~0u, *stop, 0); }
+
 // Peers' tokens, farthest first: once a chunk's tiles are done, sum each token's rows and store the sum to the peer.
+// stop: tells that the block's tiles are done; then it leaves even if others' are not, or it might hold the
+// multiprocessor that their block waits for. Null where the kernel that made the rows has ended.
 DEVICE void combine_peers(const Params& p, volatile u32* stop) {
     const int lane = lane_id(), tiles_n = (p.D + BN - 1) / BN;
     int done = p.ep_size;  // the nearest chunk known to be done
-    while (!stop || !*stop) {
-        int first = take_ticket(p.tickets), c = p.ep_size - 1, source = 0, tokens = 0;
-        for (; c > 0; --c) {
-            source = (p.rank + c) % p.ep_size;
-            tokens = p.tokens[source];
-            const int tickets = (tokens + TICKET - 1) / TICKET;
-            if (first < tickets) break;
-            first -= tickets;
-        }
-        if (c <= 0) return;
-        first *= TICKET;
-        if (c < done) {
-            wait_flag(p.done + c, p.tiles_of[c] * tiles_n * 8, COMBINE, 0, p.error, p.timeout_ns, 4000);
+    for (int c = p.ep_size - 1; c > 0;) {
+        if (stopped(stop)) return;
+        // Rows of this source may lie in tiles of farther chunks too: those were waited for before.
+        if (stop && c < done) {
+            if (__any_sync(~0u, load_relaxed(p.done + c) < (u32)(p.tiles_of[c] * tiles_n * 8))) {
+                __nanosleep(4000);
+                continue;
+            }
+            __threadfence_system();
             done = c;
+        }
+        const int source = (p.rank + c) % p.ep_size, tokens = p.tokens[source];
+        const int first = take_ticket(p.tickets + c) * TICKET;
+        if (first >= at_least_one(tokens)) {
+            --c;
+            continue;
         }
         u8* peer = (u8*)p.peers[source];
         int rows[TICKET];
@@ -739,8 +751,8 @@ DEVICE void combine_own(const Params& p) {
     const u8* mine = (const u8*)p.peers[p.rank];
     int returned = -1;  // the sub whose sums are known to be here
     for (;;) {
-        const int first = take_ticket(p.tickets + 1) * TICKET;
-        if (first >= tokens) return;
+        const int first = take_ticket(p.tickets) * TICKET;
+        if (first >= at_least_one(tokens)) return;
         int rows[TICKET];
         rows_of_ticket(p, rows, p.rank, first);
         if (first / SUB != returned) {
@@ -753,7 +765,7 @@ DEVICE void combine_own(const Params& p) {
             if (t >= tokens) break;
             const int row = q == 0 ? rows[0] : q == 1 ? rows[1] : q == 2 ? rows[2] : rows[3];
             const int id = lane < p.top_k ? (int)p.ids[(u64)t * p.top_k + lane] : -1;
-            const int owner = id < 0 ? p.rank : id / p.experts;
+            const int owner = id < 0 || id >= p.experts * p.ep_size ? p.rank : id / p.experts;
             const u32 owners = __reduce_or_sync(~0u, 1u << owner);
             sum_token(p, row, p.out + (u64)t * p.D * 2, [&](float(&sum)[16], int column, bool first, bool second) {
                 for (int c = 1; c < p.ep_size; ++c) {

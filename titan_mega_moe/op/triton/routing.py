@@ -104,9 +104,9 @@ class Scratch:
         e, ep, all_blocks = sizes.local_experts, sizes.ep_size, sizes.ep_size * sizes.blocks
         ints = {"dtype": torch.int32, "device": device}
         self.arrived = torch.zeros(ep + 1, **ints)  # programs that have published, and columns that have
-        # What gemm.cu counts, zero when a call begins: tiles done [EP], tickets [2], tokens summed [EP, subs].
-        self.counters = torch.zeros(ep + 2 + ep * subs_of(sizes.t_max), **ints)
-        self.done, self.tickets, self.summed = self.counters.split([ep, 2, ep * subs_of(sizes.t_max)])
+        # What gemm.cu counts, zero when a call begins: tiles done [EP], tickets [EP], tokens summed [EP, subs].
+        self.counters = torch.zeros(ep * (2 + subs_of(sizes.t_max)), **ints)
+        self.done, self.tickets, self.summed = self.counters.split([ep, ep, ep * subs_of(sizes.t_max)])
         self.counts = torch.empty(e, **ints)
         self.bounds = torch.empty(e, ep + 1, **ints)
         self.starts = torch.empty(e, all_blocks, **ints)
@@ -142,14 +142,14 @@ def publish(
     entries = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = (entries < T * K) & (t_max >= T)
     at = rank * t_max * K + entries
-    expert = tl.load(ids + entries, mask=mask, other=-1).to(tl.int32)
+    expert = tl.load(ids + entries, mask=mask, other=-1)
     wrong = (expert < -1) | (expert >= experts)
     if (d == 0) & (tl.max(wrong.to(tl.int32), 0) == 1):
         tl.store(error + 1, 0)
         tl.store(error + 2, experts)
-        tl.store(error + 3, tl.max(tl.where(wrong, expert, -2147483648), 0))
+        tl.store(error + 3, tl.max(tl.where(wrong, expert, -2147483648), 0).to(tl.int32))
         tl.store(error, 5)  # IDS
-    tl.store(_pointer(peers, to, ids_offset, tl.int32) + at, expert, mask=mask)
+    tl.store(_pointer(peers, to, ids_offset, tl.int32) + at, tl.where(wrong, -1, expert).to(tl.int32), mask=mask)
     tl.store(_pointer(peers, to, scores_offset, tl.float32) + at, tl.load(scores + entries, mask=mask), mask=mask)
     if tl.program_id(0) == 0:
         tl.store(_pointer(peers, to, tokens_offset, tl.int32) + rank, T)
@@ -183,6 +183,8 @@ def count(
     seen = tl.atomic_add(routed + d, 0, sem="acquire", scope="sys")
     turns = 0
     while (seen < wanted) & (turns < polls):
+        if turns % 4096 == 0:
+            polls = tl.where(tl.load(error, volatile=True) == 0, polls, 0)  # after an error nothing waits
         seen = tl.atomic_add(routed + d, 0, sem="acquire", scope="sys")
         turns += 1
     too_many = tl.load(tokens + source) > t_max
@@ -287,7 +289,8 @@ def place(
     _, first = _first_tiles(counts, E, E_PAD, TILE)
     column = d * tl.num_programs(0) + tl.program_id(0)
     next_row = first * TILE + tl.load(starts + experts * (EP * tl.num_programs(0)) + column, mask=experts < E, other=0)
-    limit = tl.load(tokens + source) * K
+    T = tl.load(tokens + source)
+    limit = tl.where(t_max >= T, T, 0) * K
     for step in tl.static_range(0, BLOCK, STEP):
         entries = tl.program_id(0) * BLOCK + step + tl.arange(0, STEP)
         here = _experts(ids, source, entries, tokens, rank, t_max, K, E)
