@@ -66,10 +66,26 @@ def load_sources(folder: str, *, held_out: bool) -> Dataset:
         for i, text in enumerate(_pieces(path.read_text("utf-8", "replace"))):
             pieces[f"{name}:{i}"] = text
     if not pieces:
-        which = "held-out " if held_out else ""
-        raise FileNotFoundError(f"no {which}Python source in {folder}: give dataset_path a folder with some")
+        raise FileNotFoundError(_no_source(folder, held_out))
     names = sorted(pieces, key=_digest)
     return Dataset.from_dict({"name": names, "text": [pieces[name] for name in names]})
+
+
+def _no_source(folder: str, held_out: bool) -> str:
+    which = "held-out " if held_out else ""
+    return f"no {which}Python source in {folder}: give dataset_path a folder with some"
+
+
+def missing_reason(dataset: str, dataset_path: str | None) -> str | None:
+    """Why a dataset of TorchTitan's table cannot be read, as far as this machine alone can tell; else None."""
+    path = dataset_path or DATASETS[dataset].path
+    if dataset in _PARTS:
+        held_out = _PARTS[dataset]
+        return None if source_files(path, held_out=held_out) else _no_source(path, held_out)
+    # A dataset's name on the Hub has one slash at most and no path's beginning.
+    if not os.path.exists(path) and (path.count("/") > 1 or path.startswith(("/", "."))):
+        return f"{path!r} is not there: give dataset_path a folder, a file or the name of a dataset"
+    return None
 
 
 def _pieces(text: str) -> Iterator[str]:
@@ -88,7 +104,8 @@ def _text(row: dict[str, str]) -> str:
     return row["text"]
 
 
-for _name, _held_out in (("stdlib", False), ("stdlib_validation", True)):
+_PARTS = {"stdlib": False, "stdlib_validation": True}  # name -> is it the held-out part
+for _name, _held_out in _PARTS.items():
     DATASETS[_name] = DatasetConfig(
         path=sysconfig.get_path("stdlib"),
         loader=partial(load_sources, held_out=_held_out),

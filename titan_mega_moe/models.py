@@ -2,6 +2,7 @@
 
 import difflib
 import importlib
+import warnings
 from dataclasses import replace
 from functools import cache, partial
 from types import ModuleType
@@ -97,7 +98,8 @@ def _module(name: str) -> ModuleType:
 def _import_error(name: str) -> ImportError | None:
     """What a family lacks here: qwen3_5 needs flash-linear-attention."""
     try:
-        _module(name)
+        with warnings.catch_warnings(action="ignore"):  # of what the family's dependencies find here
+            _module(name)
     except ImportError as error:
         return error
     return None

@@ -30,7 +30,7 @@ def main(args: list[str]) -> int:
         print(USAGE, file=sys.stdout if args else sys.stderr)
         return 0 if args else 2
     path, *overrides = args
-    if path.startswith("-"):
+    if not path or path.startswith("-"):
         raise ConfigError(f"titan-mega-moe train: the TOML file comes first, got {path!r}")
     if "--print-config" in overrides:
         overrides.remove("--print-config")

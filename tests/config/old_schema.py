@@ -25,9 +25,7 @@ def config_source(version: str, folder: str) -> str:
     subprocess.run([*pip, f"torchtitan=={version}"], check=True)
     with zipfile.ZipFile(next(Path(folder).glob(f"torchtitan-{version}-*.whl"))) as wheel:
         names = set(wheel.namelist())
-        name = next(
-            n for n in ("torchtitan/config/job_config.py", "torchtitan/config_manager.py") if n in names
-        )
+        name = next(n for n in ("torchtitan/config/job_config.py", "torchtitan/config_manager.py") if n in names)
         return wheel.read(name).decode()
 
 

@@ -201,9 +201,7 @@ def test_a_file_with_every_key_at_its_default_loads_as_one_with_none(version, tm
         del defaults["model.tokenizer_path"]  # refused, see below
     # Where torchtitan's own defaults moved between the generations.
     moved = {"job.dump_folder", "activation_checkpoint.preserve_rng_state"}
-    moved |= {
-        key for key in defaults if key.startswith(("profiling.save", "checkpoint.last_save_model_weights"))
-    }
+    moved |= {key for key in defaults if key.startswith(("profiling.save", "checkpoint.last_save_model_weights"))}
     defaults = {key: value for key, value in defaults.items() if key not in moved}
     before, _ = load(tmp_path / "none.toml", BASE, caplog)
     after, notes = load(tmp_path / "all.toml", defaults | BASE, caplog)
@@ -239,6 +237,35 @@ def test_old_files_run_without_cuda_graphs_which_they_never_had(tmp_path, caplog
         ),
         ({"training.datasett": "c4"}, "[training] datasett: unknown key"),
         ({"profiling.profile_frequency": 3}, "[profiling] profile_frequency: unknown key"),
+        # A key and the one that took its place, with different values.
+        (
+            {"job.dump_folder": "a", "dump_folder": "b"},
+            "[job] dump_folder: 'a' stands beside dump_folder = 'b'",
+        ),
+        (
+            {"training.dataset": "c4", "dataloader.dataset": "stdlib"},
+            "[training] dataset: 'c4' stands beside [dataloader] dataset = 'stdlib'",
+        ),
+        (
+            {"training.compile": True, "compile.enable": False},
+            "[training] compile: True stands beside [compile] enable = False",
+        ),
+        (
+            {"model.tokenizer_path": "a", "model.hf_assets_path": "b"},
+            "[model] tokenizer_path: 'a' stands beside hf_assets_path = 'b'",
+        ),
+        (
+            {"optimizer.beta2": 0.99, "optimizer.betas": [0.9, 0.95]},
+            "[optimizer] beta2: [0.9, 0.99] stands beside [optimizer] betas = [0.9, 0.95]",
+        ),
+        (
+            {
+                "parallelism.enable_async_tensor_parallel": True,
+                "compile.enable": True,
+                "compile.components": 3,
+            },
+            "[compile] components: expected a list",
+        ),
     ],
 )
 def test_what_cannot_be_honoured_is_one_sentence(flat, expected, tmp_path):
@@ -256,11 +283,14 @@ def test_flavors_that_named_the_attention_backend(tmp_path, caplog):
 
 
 def test_async_tensor_parallel_without_compilation_is_dropped(tmp_path, caplog):
-    after, notes = load(
-        tmp_path / "f.toml", BASE | {"parallelism.enable_async_tensor_parallel": True}, caplog
-    )
+    after, notes = load(tmp_path / "f.toml", BASE | {"parallelism.enable_async_tensor_parallel": True}, caplog)
     assert after["compile.enable_async_tensor_parallel"] is False
     assert sum("enable_async_tensor_parallel" in note for note in notes) == 1
+
+
+def test_a_second_beta_of_zero_is_zero(tmp_path, caplog):
+    after, _ = load(tmp_path / "f.toml", BASE | {"optimizer.beta2": 0.0}, caplog)
+    assert str(after).count("0.95") == 0
 
 
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])

@@ -11,7 +11,7 @@ from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC,
 from torchtitan.models.common.moe import RoutedExperts
 from torchtitan.trainer import Trainer
 
-from titan_mega_moe import config
+from titan_mega_moe import config, data
 from titan_mega_moe.config import ConfigError, schema
 from titan_mega_moe.config.run_config import RunConfig
 from titan_mega_moe.routed_experts import MegaRoutedExperts
@@ -326,8 +326,23 @@ ERRORS = [
         "[checkpoint] initial_load_path: has no effect with enable = false",
     ),
     ("[checkpoint]\nload_only = true", "[checkpoint] load_only: has no effect with enable = false"),
+    ("[training]\nsteps = 9223372036854775808", "[training] steps: expected an integer of at most 64 bits"),
+    ("[debug]\nseed = -9223372036854775809", "[debug] seed: expected"),
+    ('hf_assets_path = "a\\u0000b"', "hf_assets_path: expected a string without NUL characters"),
+    ("dump_folder = ''", "dump_folder: is empty"),
+    ("'' = 1", "'': unknown key; known: "),
+    ("'a\\nb' = 1".replace("'", '"'), "'a\\nb': unknown key; known: "),
+    *(
+        (f"[optimizer]\n{name} = inf", f"[optimizer] {name}: expected a finite number, got inf")
+        for name in ("lr", "eps", "weight_decay")
+    ),
+    (
+        "[loss.loss_fn]\nglobal_vocab_size = 7",
+        "[loss.loss_fn] global_vocab_size: expected the model's 2048, got 7",
+    ),
+    ("[comm]\ntrain_timeout_seconds = 99999999999", "[comm] train_timeout_seconds: expected from 1 to"),
     ("[metrics]\nlog_freq = 0", "[metrics] log_freq: expected at least 1, got 0"),
-    ("[comm]\ninit_timeout_seconds = 0", "[comm] init_timeout_seconds: expected at least 1, got 0"),
+    ("[comm]\ninit_timeout_seconds = 0", "[comm] init_timeout_seconds: expected from 1 to 2147483648, got 0"),
     ("[comm]\nmode = 'nccl'", "[comm] mode: expected one of 'default'"),
     ("[profiler]\nprofile_freq = 0", "[profiler] profile_freq: expected at least 1, got 0"),
     ("[profiler]\nenable_profiling = true\nprofile_freq = 2", "[profiler] profile_freq: 2 is less than"),
@@ -463,6 +478,15 @@ def test_files_that_cannot_be_read(tmp_path):
     assert re.match(r"line 5, column \d+: malformed TOML: ", refusal(path))
     path.write_bytes(b"a = '\xff'")
     assert refusal(path) == "not a TOML file: byte 5 is not UTF-8"
+    for text in ("a = " + "[" * 5000, "[" + ".".join("a" * 5000) + "]", "a = " + "9" * 5000):
+        path.write_text(text)
+        assert refusal(path).startswith("malformed TOML: ")
+
+
+def test_a_byte_order_mark_is_no_part_of_the_file(file):
+    path = file()
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert config.load(path).model.name == "qwen3"
 
 
 @pytest.mark.parametrize("text", ["", *(text for text, _, _ in PLACES)])
@@ -474,11 +498,14 @@ def test_a_saved_configuration_loads_as_it_was(text, file, tmp_path):
     for field in dataclasses.fields(RunConfig):
         if field.name != "model_spec":
             assert getattr(second, field.name) == getattr(first, field.name), field.name
-    models = [
-        re.sub(" at 0x[0-9a-f]+", "", json.dumps(c.model_spec.model.to_dict())) for c in (first, second)
-    ]
+    models = [re.sub(" at 0x[0-9a-f]+", "", json.dumps(c.model_spec.model.to_dict())) for c in (first, second)]
     assert models[0] == models[1]
     assert config.to_toml(second) == config.to_toml(first)
+
+
+STDLIB = "[tokenizer]\ntype = 'StdlibTokenizer'\n"
+NO_GRAPHS = "[training]\ndisable_cuda_graphs = true\n"
+CPU = "[device]\nkind = 'cpu'\n" + NO_GRAPHS
 
 
 @pytest.mark.parametrize(
@@ -511,14 +538,83 @@ def test_a_saved_configuration_loads_as_it_was(text, file, tmp_path):
             "[checkpoint] initial_load_path: '/nowhere' is no folder",
         ),
         ('hf_assets_path = "/nowhere"', 2, "hf_assets_path: '/nowhere' is no folder"),
+        ('hf_assets_path = "{here}"', 2, "hf_assets_path: '{here}' holds no tokenizer that can be read: "),
+        (STDLIB + "vocab_size = 5000", 2, "[tokenizer] vocab_size: a tokenizer of 5000 tokens is too large"),
+        (
+            "[parallelism]\ntensor_parallel_degree = 2\npipeline_parallel_degree = 2\n" + NO_GRAPHS,
+            3,
+            "parallelism: does not fit 3 ranks: ",
+        ),
+        (
+            "[parallelism]\ndata_parallel_replicate_degree = 3",
+            2,
+            "parallelism: does not fit 2 ranks: data_parallel_replicate * ",
+        ),
+        (
+            "[mega_moe]\nmax_tokens = 8",
+            2,
+            "[mega_moe] max_tokens: 8 is less than the 16384 tokens a rank routes",
+        ),
+        ("[mega_moe]\nbackend = 'triton'\n" + CPU, 2, "[mega_moe] backend: 'triton' needs a GPU"),
+        ("[mega_moe]\nbackend = 'deep_gemm'\n" + CPU, 2, "[mega_moe] backend: 'deep_gemm' needs a GPU"),
+        *(
+            (f"[override]\nimports = ['{name}']", 2, f"[override] imports: {why}")
+            for name, why in (
+                ("no_such_module.f", "Failed to import override target 'no_such_module.f'"),
+                (
+                    "titan_mega_moe.routed_experts.f",
+                    "override.imports target 'titan_mega_moe.routed_experts.f' names no",
+                ),
+                ("x", "override.imports target 'x' must be a 'module.function' path"),
+            )
+        ),
+        (
+            STDLIB + "[dataloader]\ndataset = 'stdlib'\ndataset_path = '{here}'",
+            2,
+            "[dataloader] dataset_path: no Python source in {here}",
+        ),
+        (
+            STDLIB + "[dataloader]\ndataset = 'stdlib'\ndataset_path = '/nowhere'",
+            2,
+            "[dataloader] dataset_path: no Python source in /nowhere",
+        ),
+        (
+            STDLIB + "[dataloader]\ndataset = 'c4'\ndataset_path = '/nowhere'",
+            2,
+            "[dataloader] dataset_path: '/nowhere' is not there",
+        ),
+        (
+            STDLIB + "[dataloader]\ndataset = 'c4_test'",
+            2,
+            "[dataloader] dataset_path: 'tests/assets/c4_test' is not there",
+        ),
+        (
+            STDLIB + "[dataloader]\ndataset = 'c4'\n[validator]\nenable = true\n"
+            "[validator.dataloader]\ndataset = 'stdlib_validation'\ndataset_path = '{here}'",
+            2,
+            "[validator.dataloader] dataset_path: no held-out Python source in {here}",
+        ),
+        (STDLIB + "[checkpoint]\nenable = true\nload_step = 7", 2, "[checkpoint] load_step: "),
+        (
+            STDLIB + "[checkpoint]\nenable = true\nfolder = '/dev/null'",
+            2,
+            "[checkpoint] folder: '/dev/null' is there and is no",
+        ),
     ],
 )
-def test_what_does_not_fit_the_number_of_ranks(text, world, expected, file):
-    path = file(text)
+def test_what_does_not_fit_the_number_of_ranks(text, world, expected, file, tmp_path):
+    path = file(text.replace("{here}", str(tmp_path)))
     loaded = config.load(path)
     with pytest.raises(ConfigError) as error:
         config.check_world(loaded, world, path)
-    assert str(error.value).startswith(f"{path}: {expected}")
+    assert str(error.value).startswith(f"{path}: {expected.replace('{here}', str(tmp_path))}")
+
+
+def test_without_the_librarys_source_its_tokenizer_is_refused(file, tmp_path, monkeypatch):
+    monkeypatch.setattr(data.DATASETS["stdlib"], "path", str(tmp_path))
+    path = file(STDLIB)
+    with pytest.raises(ConfigError, match=r"\[tokenizer\] type: no Python source in"):
+        config.check_world(config.load(path), 1, path)
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,7 @@ from titan_mega_moe import config
 from titan_mega_moe.routed_experts import MegaRoutedExperts
 
 ROOT = Path(__file__).parents[2]
-TOMLS = sorted(
-    path.relative_to(ROOT) for path in ROOT.glob("**/*.toml") if not {".venv", "outputs"} & {*path.parts}
-)
+TOMLS = sorted(path.relative_to(ROOT) for path in ROOT.glob("**/*.toml") if not {".venv", "outputs"} & {*path.parts})
 SHIPPED = [path for path in TOMLS if path.parts[0] == "train_configs"]
 
 # What a shipped file sets otherwise than torchtitan, and why: the layer is for experts spread over ranks, and
@@ -30,9 +28,7 @@ def test_every_toml_of_the_repository_parses(path):
 
 
 def test_the_large_models_have_a_file_each():
-    models = {
-        (loaded.model.name, loaded.model.flavor) for loaded in map(config.load, (ROOT / p for p in SHIPPED))
-    }
+    models = {(loaded.model.name, loaded.model.flavor) for loaded in map(config.load, (ROOT / p for p in SHIPPED))}
     assert models >= {
         ("qwen3", "30B-A3B"),
         ("qwen3", "235B-A22B"),
@@ -72,9 +68,7 @@ def test_values_are_those_of_torchtitans_registry(name, upstream):
             assert mine == other, field.name
 
 
-@pytest.mark.parametrize(
-    "name, world_size", [("qwen3_30b_a3b", 8), ("qwen3_235b_a22b", 128), ("deepseek_v3_16b", 8)]
-)
-def test_the_parallel_degrees_fit_the_nodes_that_the_file_names(name, world_size, tmp_path):
+@pytest.mark.parametrize("name, world_size", [("qwen3_30b_a3b", 8), ("qwen3_235b_a22b", 128), ("deepseek_v3_16b", 8)])
+def test_the_parallel_degrees_fit_the_nodes_that_the_file_names(name, world_size):
     path = ROOT / "train_configs" / f"{name}.toml"
-    config.check_world(config.load(path, ["--hf_assets_path", str(tmp_path)]), world_size, path)
+    config.check_world(config.load(path, ["--tokenizer.type", "StdlibTokenizer"]), world_size, path)

@@ -8,9 +8,9 @@ it, or refused when it asks for what cannot be done (`REFUSED`, and the rules th
 from collections.abc import Callable
 from typing import Any
 
-from titan_mega_moe.config.source import KeyProblem, Table, nearest, spell
+from titan_mega_moe.config.source import Key, KeyProblem, Table, nearest, spell
 
-Flat = dict[tuple[str, ...], Any]
+Flat = dict[Key, Any]
 
 # Sections that torchtitan 0.3 has not, under this name.
 SECTIONS = {"job", "profiling", "validation", "quantize", "float8", "mx"}
@@ -196,7 +196,7 @@ def convert(table: Table) -> tuple[Table, list[str]]:
         if dotted in DROPPED:
             notes.append(f"{spell(key)}: {DROPPED[dotted]}")
         elif dotted in MOVED:
-            new[tuple(MOVED[dotted].split("."))] = value
+            _move(key, tuple(MOVED[dotted].split(".")), value, flat, new)
         elif key[0] in SECTIONS and value != {}:
             names = [name.removeprefix(f"{key[0]}.") for name in known if name.startswith(f"{key[0]}.")]
             raise KeyProblem(key, f"unknown key{nearest('.'.join(key[1:]), names)}")
@@ -213,6 +213,14 @@ def convert(table: Table) -> tuple[Table, list[str]]:
     return _nest(new), notes
 
 
+def _move(key: Key, to: Key, value: Any, flat: Flat, new: Flat) -> None:
+    other = new.get(to, flat.get(to, value))
+    if other != value:
+        text = f"{value!r} stands beside {spell(to)} = {other!r}, which took its place: keep one of them"
+        raise KeyProblem(key, text)
+    new[to] = value
+
+
 def _tokenizer(flat: Flat, new: Flat) -> None:
     key = ("model", "tokenizer_path")
     path = flat.get(key)
@@ -221,26 +229,27 @@ def _tokenizer(flat: Flat, new: Flat) -> None:
     if str(path).endswith("tokenizer.model"):
         text = f"{path!r} is a file that torchtitan 0.3 cannot read"
         raise KeyProblem(key, f"{text}: give the folder of the Hugging Face tokenizer as hf_assets_path")
-    new.setdefault(("hf_assets_path",), path)
+    _move(key, ("hf_assets_path",), path, new, new)
 
 
 def _betas(flat: Flat, new: Flat) -> None:
     given = {name: flat.get(("optimizer", name)) for name in ("beta1", "beta2")}
     if any(value is not None for value in given.values()):
         # The defaults of torchtitan 0.1 and 0.2.
-        new["optimizer", "betas"] = [
-            0.9 if given["beta1"] is None else given["beta1"],
-            given["beta2"] or 0.95,
+        betas = [
+            default if given[name] is None else given[name]
+            for name, default in (("beta1", 0.9), ("beta2", 0.95))
         ]
+        name = next(name for name, value in given.items() if value is not None)
+        _move(("optimizer", name), ("optimizer", "betas"), betas, flat, new)
 
 
 def _async_tensor_parallel(flat: Flat, new: Flat, notes: list[str]) -> None:
     key = ("parallelism", "enable_async_tensor_parallel")
     if key not in flat:
         return
-    compiled = new.get(("compile", "enable"), False) and "model" in new.get(
-        ("compile", "components"), ["model"]
-    )
+    components = new.get(("compile", "components"), ["model"])
+    compiled = new.get(("compile", "enable"), False) and "model" in str(components)
     if flat[key] and not compiled:
         notes.append(
             f"{spell(key)}: dropped: it had no effect without compiling the model, and 0.3 refuses it then"

@@ -24,7 +24,7 @@ from titan_mega_moe.config.run_config import RunConfig
 from titan_mega_moe.config.source import ConfigError, KeyProblem, Table, read, spell, split_overrides
 
 ConfigManager.register_tyro_rules(custom_registry)
-logger = logging.getLogger("titan_mega_moe")
+logger = logging.getLogger("titan_mega_moe.config")  # its level is not that of the rest of the package
 logger.setLevel(logging.WARNING)
 
 
@@ -68,9 +68,15 @@ def _with_model(config: RunConfig) -> RunConfig:
         raise KeyProblem(
             ("model", "layers" if "layers" in str(error) else "attn_backend"), str(error)
         ) from None
+    known = config_utils.decoder_vocab_size(spec)
     for node in _losses(config.loss):
-        if getattr(node, "global_vocab_size", 0) is None:
-            node.global_vocab_size = config_utils.decoder_vocab_size(spec)
+        if getattr(node, "global_vocab_size", known) not in (None, known):
+            text = f"expected the model's {known}, got {node.global_vocab_size}: leave it out"
+            raise KeyProblem(
+                ("loss", *(["loss_fn"] if node is not config.loss else []), "global_vocab_size"), text
+            )
+        if getattr(node, "global_vocab_size", known) is None:
+            node.global_vocab_size = known
     try:
         config = dataclasses.replace(config, **{"model_spec": spec})
     except ValueError as error:

@@ -4,6 +4,7 @@ The device is asked for here because it has to be known before torchtitan is fir
 """
 
 import difflib
+import re
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,8 @@ class KeyProblem(Exception):
 
 
 def spell(key: Key) -> str:
-    """("training", "steps") -> "[training] steps"; a top-level key stands alone."""
-    *section, name = map(str, key)
+    """("training", "steps") -> "[training] steps"; a top-level key stands alone, odd names are quoted."""
+    *section, name = (part if re.fullmatch(r"[\w-]+", part) else repr(part) for part in map(str, key))
     return f"[{'.'.join(section)}] {name}" if section else name
 
 
@@ -44,7 +45,7 @@ def read(path: str | Path) -> Table:
         ConfigError: no such file, not a file, not UTF-8, or malformed TOML (with line and column).
     """
     try:
-        return tomli.loads(Path(path).read_text(encoding="utf-8"))
+        return tomli.loads(Path(path).read_text(encoding="utf-8-sig"))  # some editors begin with a mark
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; give the path of a TOML file") from None
     except UnicodeDecodeError as error:
@@ -54,6 +55,8 @@ def read(path: str | Path) -> Table:
     except tomli.TOMLDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
         raise ConfigError(f"{path}: {where}: malformed TOML: {error.msg}") from None
+    except (RecursionError, ValueError) as error:  # nested too deep, a number too long
+        raise ConfigError(f"{path}: malformed TOML: {error}") from None
 
 
 def split_overrides(args: list[str]) -> dict[tuple[str, ...], list[str]]:

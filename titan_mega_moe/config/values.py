@@ -5,6 +5,7 @@ started, or ignore.
 sentence.
 """
 
+import math
 import os
 from collections.abc import Callable
 from typing import Any
@@ -14,14 +15,19 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.components.loss import ChunkedLossWrapper
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
+from torchtitan.config.override import _resolve_active, _resolve_target
 from torchtitan.distributed import ParallelDims
 from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataLoader
+from torchtitan.models.common import config_utils
 from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.tools import filesystem
 
+from titan_mega_moe import data
 from titan_mega_moe.config import schema
 from titan_mega_moe.config.run_config import RunConfig
 from titan_mega_moe.config.source import Key, KeyProblem, nearest
+from titan_mega_moe.op import backends
+from titan_mega_moe.parallelize import tokens_per_rank
 
 Rule = tuple[Callable[[Any], bool], str]
 
@@ -40,6 +46,7 @@ def one_of(*names: str) -> Rule:
 
 
 POSITIVE: Rule = (lambda v: v > 0, "above 0")
+FINITE: Rule = (math.isfinite, "a finite number")
 
 RANGES: dict[str, Rule] = {
     "model.layers": at_least(1),
@@ -68,8 +75,8 @@ RANGES: dict[str, Rule] = {
     "activation_checkpoint.memory_budget": between(0, 1),
     "activation_checkpoint.determinism_check": one_of("default", "none"),
     "checkpoint.load_step": at_least(0, -1),
-    "comm.init_timeout_seconds": at_least(1),
-    "comm.train_timeout_seconds": at_least(1),
+    "comm.init_timeout_seconds": between(1, 2**31),
+    "comm.train_timeout_seconds": between(1, 2**31),
     "comm.trace_buf_size": at_least(0),
     "metrics.log_freq": at_least(1),
     "profiler.profile_freq": at_least(1),
@@ -91,6 +98,8 @@ OPTIMIZER: dict[str, Rule] = {"lr": POSITIVE, "eps": at_least(0), "weight_decay"
 
 def check(config: RunConfig) -> None:
     """Raise KeyProblem for the first value of `config` that cannot work with any number of ranks."""
+    if not config.dump_folder:
+        raise KeyProblem(("dump_folder",), "is empty: give the folder that the run shall write to")
     for dotted, rule in RANGES.items():
         held: Any = config
         for name in dotted.split("."):
@@ -111,7 +120,8 @@ def check_world(config: RunConfig, world_size: int) -> None:
     try:
         dims = ParallelDims.from_config(p, world_size)
     except AssertionError as error:
-        raise KeyProblem(("parallelism",), f"does not fit {world_size} ranks: {error}") from None
+        why = str(error) or "data_parallel_replicate * tensor * context * pipeline degree does not divide it"
+        raise KeyProblem(("parallelism",), f"does not fit {world_size} ranks: {why}") from None
     sharded = dims.dp_shard * dims.cp * dims.tp
     if sharded % dims.ep:
         text = f"{dims.ep} does not divide data_parallel_shard * context * tensor degree = {sharded}"
@@ -125,16 +135,84 @@ def check_world(config: RunConfig, world_size: int) -> None:
         if experts.num_experts % dims.ep:
             text = f"{dims.ep} does not divide the model's {experts.num_experts} experts"
             raise KeyProblem(("parallelism", "expert_parallel_degree"), text)
+    _check_layer(config, dims)
+    _check_overrides(config)
     checkpoint = config.checkpoint
     if checkpoint.create_seed_checkpoint and world_size > 1:
         raise KeyProblem(("checkpoint", "create_seed_checkpoint"), f"needs one rank, not {world_size}")
     source = checkpoint.initial_load_path
     if source and not filesystem.is_remote(source) and not os.path.isdir(source):
         raise KeyProblem(("checkpoint", "initial_load_path"), f"{source!r} is no folder")
-    path = config.hf_assets_path
-    if type(config.tokenizer) is HuggingFaceTokenizer.Config and not os.path.isdir(path):
+    _check_resume(config)
+    _check_tokenizer(config)
+    for key, loader in _loaders(config):
+        if isinstance(loader, HuggingFaceTextDataLoader.Config) and (
+            reason := data.missing_reason(loader.dataset.lower(), loader.dataset_path)
+        ):
+            raise KeyProblem((*key, "dataset_path"), reason)
+
+
+def _check_layer(config: RunConfig, dims: ParallelDims) -> None:
+    layer = config.mega_moe
+    if layer.backend in backends.UPSTREAM:
+        return
+    # On GPUs each rank asks its own, when it makes the layer: asking here would take memory of the first.
+    if config.device.kind == "cpu" and layer.backend not in ("auto", "reference"):
+        text = f"{layer.backend!r} needs a GPU and the device is 'cpu': use 'auto' or 'reference'"
+        raise KeyProblem(("mega_moe", "backend"), text)
+    try:
+        tokens = tokens_per_rank(config.training, config.parallelism, dims)
+    except ValueError as error:
+        raise KeyProblem(("training", "seq_len"), str(error)) from None
+    if layer.max_tokens is not None and layer.max_tokens < tokens:
+        text = f"{layer.max_tokens} is less than the {tokens} tokens a rank routes in one forward"
+        raise KeyProblem(("mega_moe", "max_tokens"), f"{text}: raise it or leave it out")
+
+
+def _check_overrides(config: RunConfig) -> None:
+    """Import the overrides, as torchtitan will: what an import of the user's code raises is said as it is."""
+    named = [(entry, {}) if isinstance(entry, str) else entry for entry in config.override.imports]
+    try:
+        _resolve_active([(*_resolve_target(name), kwargs) for name, kwargs in named])
+    except Exception as error:
+        raise KeyProblem(("override", "imports"), schema.sentence(error)) from None
+
+
+def _check_resume(config: RunConfig) -> None:
+    checkpoint = config.checkpoint
+    folder = os.path.join(config.dump_folder, checkpoint.folder)
+    if not checkpoint.enable or filesystem.is_remote(folder):
+        return
+    if os.path.exists(folder) and not os.path.isdir(folder):
+        raise KeyProblem(("checkpoint", "folder"), f"{folder!r} is there and is no folder")
+    step = checkpoint.load_step
+    if step != -1 and not os.path.isdir(os.path.join(folder, f"step-{step}")):
+        raise KeyProblem(("checkpoint", "load_step"), f"{folder!r} has no checkpoint of step {step}")
+
+
+def _check_tokenizer(config: RunConfig) -> None:
+    assert config.model_spec is not None
+    known = config_utils.decoder_vocab_size(config.model_spec)
+    key: Key = ("hf_assets_path",)
+    if isinstance(config.tokenizer, data.StdlibTokenizer.Config):
+        key, tokens = ("tokenizer", "vocab_size"), config.tokenizer.vocab_size
+        if reason := data.missing_reason("stdlib", None):
+            raise KeyProblem(("tokenizer", "type"), reason)
+    elif type(config.tokenizer) is HuggingFaceTokenizer.Config:
+        path = config.hf_assets_path
+        if not os.path.isdir(path):
+            text = f"{path!r} is no folder; download the model's tokenizer and files there"
+            raise KeyProblem(key, text)
+        try:
+            tokens = config.tokenizer.build(tokenizer_path=path).get_vocab_size()
+        except Exception as error:  # `tokenizers` raises no narrower one for a file that it cannot parse
+            text = f"{path!r} holds no tokenizer that can be read: {schema.sentence(error)}"
+            raise KeyProblem(key, text) from None
+    else:
+        return
+    if tokens > known:
         raise KeyProblem(
-            ("hf_assets_path",), f"{path!r} is no folder; download the model's tokenizer and files there"
+            key, f"a tokenizer of {tokens} tokens is too large for the model, which knows {known}"
         )
 
 
@@ -161,6 +239,7 @@ def _check_optimizer(config: RunConfig) -> None:
             if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
                 raise KeyProblem(at, f"expected a number, got {value!r}")
             _apply(rule, value, at)
+            _apply(FINITE, value, at)
         for beta in group.optimizer_kwargs.get("betas", ()):
             if not 0 <= beta < 1:
                 raise KeyProblem(("optimizer", "betas"), f"expected values from 0 to below 1, got {beta!r}")
@@ -179,6 +258,7 @@ def _loaders(config: RunConfig) -> list[tuple[Key, Any]]:
 def _check_loader(loader: Any, key: Key) -> None:
     for name, rule in LOADER.items():
         _apply(rule, getattr(loader, name, None), (*key, name))
+    _apply(FINITE, getattr(loader, "weight", None), (*key, "weight"))
     if isinstance(loader, HuggingFaceTextDataLoader.Config) and loader.dataset.lower() not in DATASETS:
         near = nearest(loader.dataset, list(DATASETS))
         known = ", ".join(map(repr, DATASETS))
