@@ -8,6 +8,7 @@ import re
 import statistics
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from titan_mega_moe import bench, cli, launch
 from titan_mega_moe.bench import layers, measure, report, routing, suite
 from titan_mega_moe.bench.layers import TENSORS, Shape
 from titan_mega_moe.bench.routing import Place, Routing
-from titan_mega_moe.op import reference
+from titan_mega_moe.op import fastest, reference
 
 SMALL = Shape(T=24, D=64, F=72, E=8, K=3)
 QUICK = measure.Protocol(warmups=1, timed=2, bursts=3, sustained=2, pause_s=0.0)
@@ -310,6 +311,42 @@ def test_moved_pairs_equal_cases():
         ["peak bytes", "4e+09", "4e+09", "1.000"],
         ["largest error", "0.002", "0.002", "1.000"],
     ]
+
+
+def timed(name: str, ms: float, exceeded: tuple = ()) -> dict:
+    return {name: {"forward_backward": {"sustained_ms": ms}, "exceeded": list(exceeded)}}
+
+
+def finished(*cases: tuple[Shape, dict]) -> dict:
+    machine = {"device": "NVIDIA H200", "ranks": 2, "deep_gemm": "deep_gemm 1.0"}
+    return {"machine": machine, "cases": [{"shape": vars(shape), "layers": runs} for shape, runs in cases]}
+
+
+def test_what_auto_goes_by_is_recorded_where_both_were_timed(monkeypatch, tmp_path):
+    monkeypatch.setenv("TITAN_MEGA_MOE_CACHE", str(tmp_path))
+    longer, wider = replace(SMALL, T=48), replace(SMALL, F=144)
+    result = finished(
+        (SMALL, timed("triton", 4.0) | timed("deep_gemm", 2.0) | timed("deep_gemm:inputs", 1.0)),
+        (longer, timed("triton", 5.0) | timed("deep_gemm", 6.0)),  # the same kind of layer
+        (wider, timed("triton", 3.0) | timed("deep_gemm", 2.0, ("dx",))),
+        (replace(SMALL, E=16), timed("triton", 3.0) | timed("alltoall", 9.0)),
+    )
+    rows = bench._record(result)
+    assert [row[:2] for row in rows] == [["EP=2 E=8 K=3 D=64 F=72", "deep_gemm"], ["EP=2 E=8 K=3 D=64 F=144", "triton"]]
+    assert rows[0][2].endswith("triton 4.50 ms, deep_gemm 4.00 ms")
+    assert rows[1][2].endswith("triton 3.00 ms, deep_gemm gave wrong results")
+    found = fastest.recall("NVIDIA H200", "deep_gemm 1.0", fastest.Sizes(2, 8, 3, 64, 72))
+    assert found is not None and found.ms == {"triton": 4.5, "deep_gemm": 4.0}
+    assert len(list(tmp_path.iterdir())) == 2
+    tables = report.sections(result | {"chosen": rows, "ceilings": None, "checks": [], "repeats": [], "cases": []})
+    assert tables == [('backend "auto" on this machine from now on', ("layer's sizes", "backend", "why"), rows)]
+
+
+def test_a_cache_that_cannot_be_written_is_said(monkeypatch, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TITAN_MEGA_MOE_CACHE", str(tmp_path / "file"))
+    assert bench._record(finished((SMALL, timed("triton", 4.0) | timed("deep_gemm", 2.0)))) == []
+    assert f'backend "auto" will not know: {tmp_path / "file"}' in capsys.readouterr().err
 
 
 def command(*args: str) -> subprocess.CompletedProcess:

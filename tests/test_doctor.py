@@ -11,11 +11,14 @@ import pytest
 import torch
 
 from tests.op import deep_gemm_double as double
+from tests.op.test_automatic import machine
 from titan_mega_moe import doctor, planner
 from titan_mega_moe.config import ConfigError
 from titan_mega_moe.op import backends, deep_gemm
+from titan_mega_moe.op.fastest import Sizes, Timing
 
 GIB = 2**30
+ROOT = Path(__file__).parents[1]
 ABSENT = "raise ModuleNotFoundError(\"No module named 'deep_gemm'\", name='deep_gemm')"
 PLAN = planner.Plan(
     world_size=16,
@@ -24,6 +27,7 @@ PLAN = planner.Plan(
     asked="auto",
     backend="reference",
     max_tokens=8192,
+    sizes=Sizes(8, 128, 8, 2048, 768),
     parameters=3 * GIB,
     gradients=GIB,
     optimizer=6 * GIB,
@@ -129,6 +133,26 @@ def test_the_plan_is_printed(monkeypatch, capsys):
     assert line(output, "ok", "start") == "nothing is refused"
 
 
+@pytest.mark.parametrize(
+    ("device", "title", "beside"),
+    [
+        ("cuda", "Memory per GPU at the peak of a step, 16 ranks", "the CUDA context and NCCL's buffers"),
+        ("cpu", "Memory per process at the peak of a step, 16 ranks", "Python with its libraries"),
+    ],
+)
+def test_memory_is_said_of_the_device_that_the_file_names(monkeypatch, capsys, device, title, beside):
+    _, output = planned(monkeypatch, capsys, device=device, asked="upstream", backend="upstream")
+    assert title in output.splitlines()
+    assert line(output, "", "total").endswith(f", and {beside}")
+
+
+def test_between_the_findings_stands_nothing_else():
+    code, output = run(ROOT, str(ROOT / "train_configs" / "debug_cpu.toml"))
+    assert code == 0
+    titles = ("Versions", "GPUs", "Backends on", "Memory per", str(ROOT / "train_configs"))
+    assert [text for text in output.splitlines() if not text.startswith(("  ", *titles))] == []
+
+
 def test_what_is_not_known_is_said(monkeypatch, capsys):
     changes = {"activations": None, "unplanned": "pipeline parallelism", "buffers": None}
     _, output = planned(monkeypatch, capsys, **changes)
@@ -158,9 +182,38 @@ def test_what_cannot_run_here_is_exit_code_1(monkeypatch, capsys, changes, name,
     assert line(output, "no", name).startswith(expected)
 
 
+def test_what_bench_found_is_shown_with_its_reason_and_planned_for(monkeypatch, capsys, tmp_path):
+    build = f"deep_gemm {double.__version__} at {double.__file__}"
+    asked = []
+
+    def make(path, overrides, world_size):
+        asked.append(overrides)
+        changes = {"device": "cuda", "backend": "deep_gemm" if overrides else "triton"}
+        return planner.Plan(**(vars(PLAN) | changes))
+
+    monkeypatch.setattr(planner, "make", make)
+    monkeypatch.setattr(doctor, "gpus", list)
+    monkeypatch.setattr(doctor, "links", list)
+    monkeypatch.setattr(doctor, "symmetric_memory", list)
+    with machine(tmp_path):
+        assert doctor.main(["run.toml"]) == 0 and asked == [[]]
+        default = capsys.readouterr().out
+        Timing("NVIDIA H200", build, PLAN.sizes, {"triton": 3.0, "deep_gemm": 2.5}).save()
+        assert doctor.main(["run.toml"]) == 0
+        found = capsys.readouterr().out
+        assert doctor.main([]) == 0
+        here = capsys.readouterr().out
+    reason = "bench timed forward and backward on this GPU model: triton 3.00 ms, deep_gemm 2.50 ms"
+    assert line(default, "ok", "backend").startswith("triton (the default: bench has not timed it beside")
+    assert line(found, "ok", "backend") == f"deep_gemm ({reason})"
+    assert asked[1:] == [[], ["--mega_moe.backend", "deep_gemm"]] and "(of backend deep_gemm)" in found
+    assert line(here, "ok", "backend").startswith("triton (the default")
+    assert f"deep_gemm for EP=8 E=128 K=8 D=2048 F=768 ({reason})" in here
+
+
 def test_upstream_can_always_run(monkeypatch, capsys):
     code, output = planned(monkeypatch, capsys, asked="upstream", backend="upstream")
-    assert code == 0 and line(output, "ok", "backend") == "TorchTitan's own layer"
+    assert code == 0 and line(output, "ok", "backend") == "TorchTitan's own layer, standard dispatcher"
 
 
 def test_ranks_say_that_symmetric_memory_needs_gpus():

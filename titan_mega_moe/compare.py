@@ -36,8 +36,8 @@ class Side:
 
 def main(args: list[str]) -> int:
     """Compare. Returns the exit code. Raises ConfigError for input that no side could train from."""
-    options, overrides = _parser().parse_known_args(args)
-    overrides += ["--metrics.log_freq", "1"]
+    options, given = _parser().parse_known_args(args)
+    overrides = [*given, "--metrics.log_freq", "1"]
     if options.steps is not None:
         overrides += ["--training.steps", str(options.steps)]
     if "RANK" in os.environ:
@@ -52,12 +52,16 @@ def main(args: list[str]) -> int:
         options.out or Path(resolved.dump_folder) / "compare" / time.strftime("%Y%m%d-%H%M%S")
     )
     console = Console()
-    console.print(f"{len(others) + 1} runs of {resolved.training.steps} steps; everything goes to {folder}")
+    steps = resolved.training.steps
+    console.print(f"{len(others) + 1} runs of {steps} steps; everything goes to {folder}", soft_wrap=True)
+    settings = _settings(resolved, options.file, given)
+    if options.against is None:
+        console.print(f"deep_gemm: {settings['deep_gemm']}", highlight=False)
     runs = [
         _train(side, options.file, overrides, folder, resolved.training.steps, console)
         for side in (ours, *others)
     ]
-    return _report(runs, folder, options.tolerance, _settings(resolved, options.file, overrides), console)
+    return _report(runs, folder, options.tolerance, settings, console)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -67,9 +71,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("file", metavar="FILE", help="a TOML file, as `train` takes it")
     parser.add_argument(
         "--against",
-        default="upstream",
         metavar="A,B",
-        help="the other sides, values of [mega_moe] backend (default: upstream)",
+        help="the other sides, values of [mega_moe] backend (default: upstream, and deep_gemm if it can run)",
     )
     parser.add_argument("--steps", type=_positive(int), metavar="N", help="optimizer steps of each side")
     parser.add_argument(
@@ -104,15 +107,23 @@ def _sides(options: argparse.Namespace, overrides: list[str]) -> tuple[Side, lis
     resolved = config.load(options.file, overrides)
     backend = resolved.mega_moe.backend
     try:
-        backends.choose(backend, resolved.device.kind)
+        backends.require(backend, resolved.device.kind)
     except (RuntimeError, ValueError) as error:
         raise ConfigError(f"{options.file}: [mega_moe] backend: {error}") from None
     ours = Side("mega_moe", backend)
-    others = [Side(name, name) for name in dict.fromkeys(options.against.split(",")) if name]
+    against = options.against
+    if against is None:
+        against = "upstream" if _no_deep_gemm(resolved) else "upstream,deep_gemm"
+    others = [Side(name, name) for name in dict.fromkeys(against.split(",")) if name]
     for side in others:
         if side.backend == backend:
             raise ConfigError(f"--against {side.name}: {options.file} trains that layer itself: name another")
         config.load(options.file, _of(side, overrides))
+        if side.backend in backends.NAMES:
+            try:
+                backends.require(side.backend, resolved.device.kind)
+            except RuntimeError as error:
+                raise ConfigError(f"--against {side.name}: {error}") from None
     if not others:
         raise ConfigError(
             f"--against {options.against!r} names no layer: write for instance --against upstream"
@@ -120,6 +131,29 @@ def _sides(options: argparse.Namespace, overrides: list[str]) -> tuple[Side, lis
     ranks = train.rank_count(resolved, options.file)
     config.check_world(resolved, ranks, options.file)
     return ours, others, resolved
+
+
+def _no_deep_gemm(resolved: Any) -> str | None:
+    """Why deep_gemm is no side of the comparison by default, or None."""
+    from titan_mega_moe.op import backends, deep_gemm
+    from titan_mega_moe.routed_experts import layer_sizes
+
+    kind, sizes = resolved.device.kind, layer_sizes(resolved.model_spec, 1)
+    if _backend(resolved)[0] == "deep_gemm":
+        return "mega_moe is deep_gemm here"
+    return backends.unavailable_reason("deep_gemm", kind) or deep_gemm.shape_reason(sizes.dim, sizes.hidden_dim)
+
+
+def _backend(resolved: Any) -> tuple[str, str]:
+    """What our side's setting means here, and why."""
+    from titan_mega_moe.op import backends
+    from titan_mega_moe.routed_experts import layer_sizes
+
+    asked = resolved.mega_moe.backend
+    if asked != "auto":
+        return asked, "it is what the file asks for"
+    sizes = layer_sizes(resolved.model_spec, resolved.parallelism.expert_parallel_degree)
+    return backends.automatic(resolved.device.kind, sizes)
 
 
 def _of(side: Side, overrides: list[str]) -> list[str]:
@@ -191,17 +225,18 @@ def _last_words(log: Path, code: int) -> str:
 
 
 def _settings(resolved: Any, file: str, overrides: list[str]) -> dict[str, Any]:
-    from titan_mega_moe.op import backends
-
     training = resolved.training
     layers = resolved.model.layers
+    backend, why = _backend(resolved)
     return {
         "file": file,
-        "command line": " ".join(overrides),
+        "command line": " ".join(overrides) or "-",
         "model": f"{resolved.model.name} {resolved.model.flavor}"
         + (f", first {layers} layers" if layers else ""),
         "device": f"{resolved.device.kind}, {train.rank_count(resolved, file)} ranks",
-        "mega_moe backend": backends.choose(resolved.mega_moe.backend, resolved.device.kind),
+        "mega_moe backend": backend,
+        "chosen because": why,
+        "deep_gemm": _no_deep_gemm(resolved) or "can run here",
         "expert parallel degree": resolved.parallelism.expert_parallel_degree,
         "tokens a rank and step": training.local_batch_size * training.seq_len,
         "steps": training.steps,
@@ -220,6 +255,6 @@ def _report(
     console.print(report.summary_table(runs))
     good, lines = report.verdict(ours, others, tolerance)
     for line in lines:
-        console.print(line, style="green" if good else "red", highlight=False)
-    console.print(f"report: {folder / 'report.md'}, {folder / 'report.json'}")
+        console.print(line, style="green" if good else "red", highlight=False, soft_wrap=True)
+    console.print(f"report: {folder / 'report.md'}, {folder / 'report.json'}", soft_wrap=True)
     return 0 if good else 1

@@ -23,7 +23,8 @@ from rich.markup import escape
 
 from titan_mega_moe import planner
 from titan_mega_moe.config import ConfigError
-from titan_mega_moe.op import backends, deep_gemm
+from titan_mega_moe.op import backends, deep_gemm, fastest
+from titan_mega_moe.op.fastest import Sizes
 from titan_mega_moe.version import __version__
 
 USAGE = """usage: titan-mega-moe doctor [FILE [--world-size N] [--section.key value ...]]
@@ -62,12 +63,17 @@ def main(args: list[str]) -> int:
     _print(console, "GPUs", [*gpus(), *links(), *symmetric_memory()])
     _print(console, f"Backends on {device_type}", [backend_line(n, device_type) for n in backends.NAMES[1:]])
     if path is None:
-        chosen = chosen_line("auto", device_type)
-        _print(console, "Here", [chosen, *shared])
+        _, chosen = chosen_backend("auto", device_type)
+        _print(console, "Here", [chosen, *timed_lines(device_type), *shared])
         return 0 if all(line.ok for line in (chosen, *shared)) else 1
-    plan = planner.make(path, overrides, world_size)
-    findings = [chosen_line(plan.asked, plan.device), start_line(plan), *shared]
-    _print(console, f"Memory per GPU at the peak of a step, {plan.world_size} ranks", plan_lines(plan))
+    with console.status("planning the run"):  # a model of many layers takes a minute
+        plan = planner.make(path, overrides, world_size)
+    name, chosen = chosen_backend(plan.asked, plan.device, plan.sizes)
+    if name is not None and name != plan.backend:  # what "auto" is here may need other memory
+        plan = planner.make(path, [*overrides, "--mega_moe.backend", name], world_size)
+    findings = [chosen, start_line(plan), *shared]
+    memory = "GPU" if plan.device == "cuda" else "process"
+    _print(console, f"Memory per {memory} at the peak of a step, {plan.world_size} ranks", plan_lines(plan))
     _print(console, path, findings)
     return 0 if all(line.ok for line in findings) else 1
 
@@ -232,16 +238,29 @@ def backend_line(name: str, device_type: str) -> Line:
     return Line(name, "available" if reason is None else reason, reason is None)
 
 
-def chosen_line(asked: str, device_type: str) -> Line:
-    """What the setting `backend` means here."""
+def chosen_backend(asked: str, device_type: str, sizes: Sizes | None = None) -> tuple[str | None, Line]:
+    """What the setting `backend` means here for layers of these sizes; None where that cannot run."""
     if asked in backends.UPSTREAM:
-        return Line("backend", f"TorchTitan's own layer, {backends.UPSTREAM[asked]} dispatcher", True)
+        return asked, Line("backend", f"TorchTitan's own layer, {backends.UPSTREAM[asked]} dispatcher", True)
     try:
-        name, why = backends.automatic(device_type) if asked == "auto" else (asked, "asked for")
+        name, why = backends.automatic(device_type, sizes) if asked == "auto" else (asked, "asked for")
     except RuntimeError as error:
-        return Line("backend", str(error), False)
+        return None, Line("backend", str(error), False)
     reason = backends.unavailable_reason(name, device_type)
-    return Line("backend", f"{name} ({why})" if reason is None else f"{name}: {reason}", reason is None)
+    if reason is not None:
+        return None, Line("backend", f"{name}: {reason}", False)
+    return name, Line("backend", f"{name} ({why})", True)
+
+
+def timed_lines(device_type: str) -> Iterator[Line]:
+    """For which sizes bench has timed deep_gemm beside our kernels on a GPU like this one."""
+    if device_type != "cuda" or any(backends.unavailable_reason(name, device_type) for name in backends.FUSED):
+        return
+    try:
+        for timing in fastest.recall_all(*fastest.here()):
+            yield Line("backend", f"{timing.backend} for {timing.sizes} ({timing.reason})")
+    except ValueError as error:
+        yield Line("backend", str(error), False)
 
 
 def start_line(plan: planner.Plan) -> Line:
@@ -266,7 +285,8 @@ def plan_lines(plan: planner.Plan) -> Iterator[Line]:
     buffers = "known only to the deep_gemm build" if plan.buffers is None else _gib(plan.buffers)
     yield Line("buffers", f"{buffers} (of backend {plan.backend})")
     missing = "at least " if plan.activations is None or plan.buffers is None else ""
-    yield Line("total", f"{missing}{_gib(plan.total)}, and the CUDA context and NCCL's buffers")
+    beside = "the CUDA context and NCCL's buffers" if plan.device == "cuda" else "Python with its libraries"
+    yield Line("total", f"{missing}{_gib(plan.total)}, and {beside}")
 
 
 def _gib(count: int) -> str:

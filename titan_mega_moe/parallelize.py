@@ -9,6 +9,7 @@ import torch.nn as nn
 from torchtitan.config import ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
+from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import device_type
 
 from titan_mega_moe.activation_checkpoint import save_op
@@ -35,6 +36,10 @@ def parallelize(
     for layer in layers:
         _check(layer, tokens, training, parallel_dims)
         layer.max_tokens = layer.max_tokens or tokens
+    if layers:
+        asked = layers[0].backend  # "auto" on GPUs is settled, and logged, when buffers are allocated
+        backend = asked if device_type == "cuda" else backends.require(asked, device_type)
+        logger.info(f"mega_moe computes {len(layers)} MoE layers with backend {backend!r}")
     model = upstream(
         model,
         parallel_dims=parallel_dims,
@@ -82,7 +87,7 @@ def _check(
             f"mega_moe.max_tokens={layer.max_tokens} is less than the {tokens} tokens a rank routes in one "
             "forward; raise it or leave it out"
         )
-    backend = backends.choose(layer.backend, device_type)
+    backend = backends.require(layer.backend, device_type)
     if backend == "reference" and device_type == "cuda" and not training.disable_cuda_graphs:
         raise ValueError(
             "mega_moe: the reference backend waits for row counts on the host, which a CUDA graph cannot "

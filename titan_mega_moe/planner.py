@@ -15,6 +15,7 @@ The CUDA context, NCCL's buffers and what the allocator holds unused come on top
 """
 
 import dataclasses
+import logging
 import multiprocessing
 import warnings
 from collections.abc import Iterable
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
     from titan_mega_moe.config.run_config import RunConfig
     from titan_mega_moe.op.backends import BufferPlan
+    from titan_mega_moe.op.fastest import Sizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,10 +48,13 @@ class Plan:
     """The file's backend, "auto" and "upstream" among them."""
 
     backend: str
-    """The backend that was planned for."""
+    """The backend that was planned for; "triton" for "auto" on a GPU."""
 
     max_tokens: int
     """The most tokens that one rank routes in one forward."""
+
+    sizes: "Sizes | None"
+    """Of the first layer that the op computes; None where TorchTitan's own layer does."""
 
     parameters: int
     gradients: int
@@ -88,6 +93,7 @@ def _make(path: str | Path, overrides: list[str], world_size: int | None) -> Pla
 
     kind = config.device_kind(path, overrides)
     warnings.simplefilter("ignore")  # what a CPU does otherwise than a GPU is of no interest here
+    logging.getLogger().setLevel("ERROR")  # nor what torchtitan says of a configuration before it trains
     device.prepare("cpu")
     if kind == "cuda":  # this process trains nothing: what a CPU cannot train is no reason
         device.refusal_reason = lambda config: None
@@ -166,6 +172,7 @@ def _play(config: "RunConfig", ranks: int, kind: str) -> Plan:
         asked=config.mega_moe.backend,
         backend=backend,
         max_tokens=max((plan.max_tokens for plan in planned), default=0),
+        sizes=_sizes(planned[0], dims.ep) if planned else None,
         activations=None if unplanned else peak - sum(persistent.values()),
         buffers=_buffer_bytes(backend, planned),
         unplanned=unplanned,
@@ -215,9 +222,15 @@ def _replace_kernels(backend: str) -> "list[BufferPlan]":
                 raise ValueError(reason)
             planned.append(plan)
 
-    backends.choose = lambda name, device_type: backend
+    backends.require = backends.choose = lambda *_: backend
     backends.load = lambda name: Recorder()  # type: ignore[assignment,return-value]
     return planned
+
+
+def _sizes(plan: "BufferPlan", ep_size: int) -> "Sizes":
+    from titan_mega_moe.op.fastest import Sizes
+
+    return Sizes(ep_size, plan.num_experts, plan.top_k, plan.dim, plan.hidden_dim)
 
 
 def _parallelize(config: "RunConfig", model: Any, dims: "ParallelDims", loss_fn: Any) -> list[Any]:

@@ -8,6 +8,8 @@ Shape suffixes: B batch, L sequence, and those of titan_mega_moe.op.
 """
 
 from dataclasses import asdict, dataclass
+from itertools import chain
+from typing import Any
 
 import spmd_types as spmd
 import torch
@@ -15,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.config import derive, override
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
+from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
 from torchtitan.tools.utils import device_module, device_type
 
@@ -153,11 +156,20 @@ class MegaRoutedExperts(Module):
             keep=self.keep,
             reserved_sms=self.reserved_sms,
         )
-        backends.load(backends.choose(self.backend, device_type)).prepare(plan)
+        sizes = (plan.num_experts, plan.top_k, plan.dim, plan.hidden_dim)
+        backends.load(backends.choose(self.backend, device_type, plan.group_name, *sizes)).prepare(plan)
 
 
 def _local(w: torch.Tensor) -> torch.Tensor:
     return w.to_local() if isinstance(w, DTensor) else w
+
+
+def layer_sizes(spec: ModelSpec, ep_size: int) -> backends.Sizes:
+    """Of the first layer with experts in a model's configuration, ours or TorchTitan's."""
+    ours, theirs = (spec.traverse(c) for c in (MegaRoutedExperts.Config, RoutedExperts.Config))
+    node: Any = next(node for _, node, _, _ in chain(ours, theirs))
+    experts, owner = node.inner_experts, node.token_dispatcher or node
+    return backends.Sizes(ep_size, experts.num_experts, owner.top_k, experts.dim, experts.hidden_dim)
 
 
 def refusal_reason(config: RoutedExperts.Config) -> str | None:

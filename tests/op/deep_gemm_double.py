@@ -65,7 +65,7 @@ def get_symm_buffer_for_mega_moe(
     num_topk,
     hidden,
     intermediate_hidden,
-    num_shared_experts=0,
+    num_shared_experts=1,  # the adapter must say that it has none
     mma_type="bf16xbf16",
 ):
     assert hidden % 256 == 0 and intermediate_hidden % 128 == 0 and mma_type == "bf16xbf16"
@@ -73,7 +73,11 @@ def get_symm_buffer_for_mega_moe(
     dist.barrier(group)
     buffer = SymmBuffer(group, num_experts, num_max_tokens_per_rank, num_topk, hidden, intermediate_hidden)
     CALLS.append(
-        Launch("get_symm_buffer_for_mega_moe", options={"max_tokens": num_max_tokens_per_rank}, buffer=buffer)
+        Launch(
+            "get_symm_buffer_for_mega_moe",
+            options={"max_tokens": num_max_tokens_per_rank, "shared_experts": num_shared_experts},
+            buffer=buffer,
+        )
     )
     return buffer
 

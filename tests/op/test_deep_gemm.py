@@ -3,10 +3,12 @@
 import sys
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from tests import ranks
@@ -120,7 +122,7 @@ def check_one_layer(natural: bool, dtype: torch.dtype, keep: str, tokens: list[i
     ]
     sms, allocation, forward, backward = double.CALLS
     assert sms.options == {"num_sms": 132 - 16}
-    assert allocation.options == {"max_tokens": max(tokens)}
+    assert allocation.options == {"max_tokens": max(tokens), "shared_experts": 0}
     gate_up = torch.cat((inputs["w1_eFD"], inputs["w3_eFD"]), dim=1).detach().bfloat16()
     for launch in (forward, backward):
         assert launch.buffer is allocation.buffer
@@ -193,7 +195,7 @@ def check_capacity() -> None:
     backend = backends.load("deep_gemm")
     inputs = layer_inputs([9, 14][dist.get_rank()])
     run(inputs, "deep_gemm")  # nobody planned: the largest T of the group
-    assert [c.options for c in double.CALLS if c.name.startswith("get")] == [{"max_tokens": 14}]
+    assert [c.options["max_tokens"] for c in double.CALLS if c.name.startswith("get")] == [14]
     backend.prepare(plan(14))
     backend.prepare(plan(3))
     assert names().count("get_symm_buffer_for_mega_moe") == 1
@@ -303,6 +305,62 @@ def check_recomputation() -> None:
 
 def test_full_activation_checkpointing_runs_the_forward_twice_and_the_backward_once():
     ranks.run(1, check_recomputation)
+
+
+@installed()
+def check_as_torch_sees_it() -> None:
+    inputs = layer_inputs(7 + dist.get_rank())
+    name = group().group_name if group() else ""
+    for keep in backends.KEEP:
+        static = (E, name, "deep_gemm", torch.bfloat16, keep)
+        torch.library.opcheck(torch.ops.titan_mega_moe.mega_moe.default, (*inputs.values(), *static))
+    runs = []
+    for _ in range(3):
+        y = run(inputs, "deep_gemm")
+        runs.append([y.detach(), *gradients(y, inputs, torch.ones_like(y)).values()])
+    assert all(torch.equal(a, b) for other in runs[1:] for a, b in zip(runs[0], other, strict=True))
+    frozen = {k: v.detach() if k.startswith("w") else v for k, v in inputs.items()}
+    run(frozen, "deep_gemm").sum().backward()
+    assert all((v.grad is not None) == v.requires_grad for v in frozen.values())
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+def test_autograd_fake_tensors_repetition_and_frozen_weights(ep):
+    ranks.run(ep, check_as_torch_sees_it, timeout=150)
+
+
+class Silent:
+    """A build that computes nothing, for tensors that have no values."""
+
+    @staticmethod
+    def bf16_mega_moe(y, l1, l2, buffer, activation_clamp, l1_natural_layout): ...
+
+    @staticmethod
+    def bf16_mega_moe_backward(
+        dx, dw1, dw2, dscores, dy, l1, l2, buffer, activation_clamp, dw_natural_layout, l1_natural_layout
+    ): ...
+
+
+@pytest.mark.parametrize("keep", backends.KEEP)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_host_reads_no_tensor_between_launches(monkeypatch, keep, dtype):
+    """What a CUDA graph needs of the adapter: fake tensors raise where a value or a data-dependent size is read."""
+    monkeypatch.setattr(deep_gemm, "find_build", lambda: deep_gemm.Build(Silent, "silent 1.0", True, False))
+    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD="world"))
+    backend, call = deep_gemm.DeepGemm(), backends.Call(E, "", torch.bfloat16, keep)
+    with FakeTensorMode():
+        new = torch.empty
+        buffer = SimpleNamespace(
+            x=new(16, D, dtype=torch.bfloat16), topk_idx=new(16, K, dtype=torch.int64), topk_weights=new(16, K)
+        )
+        backend._buffers["world", E, D, F, K] = buffer
+        x, ids, scores = new(9, D, dtype=dtype), new(9, K, dtype=torch.int64), new(9, K)
+        w1, w2, w3 = (new(E, *size, dtype=dtype) for size in ((F, D), (D, F), (F, D)))
+        y, saved = backend.forward(call, x, ids, scores, w1, w2, w3)
+        gradients = backend.backward(call, y, x, ids, scores, w1, w2, w3, saved)
+        assert [g.shape for g in gradients] == [t.shape for t in (x, scores, w1, w2, w3)]
+        with pytest.raises(DataDependentOutputException):  # that this test can fail
+            int(ids.max())
 
 
 def check_determinism_is_passed_on() -> None:

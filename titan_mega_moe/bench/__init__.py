@@ -30,7 +30,7 @@ from titan_mega_moe.bench.layers import DISPATCHERS, Shape
 from titan_mega_moe.bench.measure import Protocol, Ranks
 from titan_mega_moe.config import ConfigError
 from titan_mega_moe.launch import launch
-from titan_mega_moe.op import backends
+from titan_mega_moe.op import backends, deep_gemm
 from titan_mega_moe.version import __version__
 
 SHAPES = {"cuda": "16384x2048x768,8192x4096x1536,4096x2048x768", "cpu": "256x64x128"}
@@ -188,12 +188,11 @@ def _shape(word: str, E: int, K: int) -> Shape:
 
 def _shape_of(file: str, overrides: list[str]) -> Shape:
     """That of the first layer with experts in the file's model, with the tokens a rank routes there."""
-    from torchtitan.models.common.moe import RoutedExperts
     from torchtitan.tools.logging import logger
 
     from titan_mega_moe import config
     from titan_mega_moe.parallelize import tokens_per_rank
-    from titan_mega_moe.routed_experts import MegaRoutedExperts
+    from titan_mega_moe.routed_experts import layer_sizes
 
     logger.setLevel("ERROR")
     resolved = config.load(file, overrides)
@@ -204,16 +203,13 @@ def _shape_of(file: str, overrides: list[str]) -> Shape:
         tp=p.tensor_parallel_degree,
         ep_enabled=True,
     )
-    spec = resolved.model_spec
-    assert spec is not None
-    ours, theirs = (spec.traverse(c) for c in (MegaRoutedExperts.Config, RoutedExperts.Config))
-    node: Any = next(node for _, node, _, _ in [*ours, *theirs])
-    experts, K = node.inner_experts, getattr(node.token_dispatcher, "top_k", None) or node.top_k
+    assert resolved.model_spec is not None
+    sizes = layer_sizes(resolved.model_spec, p.expert_parallel_degree)
     try:
         T = tokens_per_rank(resolved.training, p, dims)
     except ValueError as error:
         raise ConfigError(f"{file}: {error}") from None
-    return Shape(T, experts.dim, experts.hidden_dim, experts.num_experts, K)
+    return Shape(T, sizes.dim, sizes.hidden_dim, sizes.num_experts, sizes.top_k)
 
 
 def _read_baseline(path: Path | None) -> dict[str, Any] | None:
@@ -275,6 +271,7 @@ def _machine(here: torch.device, size: int) -> dict[str, Any]:
         "torch": torch.__version__,
         "triton": _version("triton"),
         "torchtitan": _version("torchtitan"),
+        "deep_gemm": _deep_gemm(),
         "CUDA": torch.version.cuda if cuda else None,
         "driver": _driver() if cuda else None,
     }
@@ -287,6 +284,12 @@ def _version(package: str) -> str | None:
         return None
 
 
+def _deep_gemm() -> str | None:
+    """Package and version of a build that can train."""
+    build = deep_gemm.find_build()
+    return None if isinstance(build, str) else build.package
+
+
 def _driver() -> str | None:
     """The NVIDIA kernel module's version, where it can be read."""
     file = Path("/proc/driver/nvidia/version")
@@ -294,9 +297,23 @@ def _driver() -> str | None:
     return found[0] if found else None
 
 
+def _record(result: dict[str, Any]) -> list[list[str]]:
+    """Leave what backend "auto" goes by on this machine: sizes, backend and reason of each record."""
+    rows = []
+    for timing in report.fused_timings(result):
+        try:
+            timing.save()
+        except OSError as error:
+            print(f"backend \"auto\" will not know: {error.filename}: {error.strerror}", file=sys.stderr)
+            continue
+        rows.append([str(timing.sizes), timing.backend, timing.reason])
+    return rows
+
+
 def _present(result: dict[str, Any], options: argparse.Namespace, baseline: dict[str, Any] | None) -> int:
     """Tables, files, and the line of JSON last."""
     report.derive(result)
+    result["chosen"] = _record(result)
     result["moved"] = report.moved(result, baseline) if baseline is not None else []
     # Tables are wide; where the output is no terminal nothing says how wide it may be.
     report.show(result, Console(width=None if sys.stdout.isatty() else 200, highlight=False))

@@ -5,10 +5,14 @@
 
 import json
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+
+from titan_mega_moe.op.backends import FUSED
+from titan_mega_moe.op.fastest import Sizes, Timing
 
 GIB = 2**30
 PASSES = ("forward", "forward_backward")
@@ -65,6 +69,34 @@ def _rates(times: dict[str, Any], work: dict[str, float], product: dict[str, flo
     times["share_of_memory"] = times["memory_gb_s"] / ceilings["device_copy_gb_s"]
     link = ceilings["peer_copy_gb_s"]
     times["share_of_link"] = times["link_gb_s"] / link if link else None
+
+
+def fused_timings(result: dict[str, Any]) -> list[Timing]:
+    """Mean times of both passes, over the cases of each layer's sizes that both fused backends ran.
+
+    Sustained ones, as training runs. A wrong result in any case counts as such.
+    """
+    machine = result["machine"]
+    found: dict[Sizes, list[list[dict[str, Any]]]] = {}
+    for case in result["cases"]:
+        shape, layers = case["shape"], case["layers"]
+        if all(name in layers for name in FUSED):
+            sizes = Sizes(machine["ranks"], shape["E"], shape["K"], shape["D"], shape["F"])
+            found.setdefault(sizes, []).append([layers[name] for name in FUSED])
+    return [
+        Timing(
+            gpu=machine["device"],
+            deep_gemm=machine["deep_gemm"],
+            sizes=sizes,
+            ms={
+                name: None
+                if any(layer["exceeded"] for layer in runs)
+                else fmean(layer["forward_backward"]["sustained_ms"] for layer in runs)
+                for name, runs in zip(FUSED, zip(*cases, strict=True), strict=True)
+            },
+        )
+        for sizes, cases in found.items()
+    ]
 
 
 def shape_text(shape: dict[str, int]) -> str:
@@ -135,6 +167,9 @@ def sections(result: dict[str, Any]) -> list[tuple[str, tuple[str, ...], list[li
         tables.append((f"{title}: error against float64", ("layer", *tensors), _error_rows(case)))
         if case["refused"]:
             tables.append((f"{title}: not run", ("layer", "why"), [list(r) for r in case["refused"].items()]))
+    if result.get("chosen"):
+        title = 'backend "auto" on this machine from now on'
+        tables.append((title, ("layer's sizes", "backend", "why"), result["chosen"]))
     if result["ceilings"]:
         tables.append(("ceilings", ("what", "measured"), _ceiling_rows(result["ceilings"])))
     if result["checks"]:

@@ -10,13 +10,18 @@ What is computed, for token t with experts i = ids[t, k] and scores s = scores[t
     g = W1_i x_t    u = W3_i x_t    h = silu(g) * u    y_t = sum_k s * W2_i h
 """
 
+from operator import index
+
 import torch
+from torch.autograd import forward_ad
 from torch.distributed import ProcessGroup
 
 from titan_mega_moe.op import backends, library
 from titan_mega_moe.op.backends import KEEP
 
 __all__ = ["mega_moe"]
+
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def mega_moe(
@@ -48,7 +53,8 @@ def mega_moe(
         w1_eFD, w2_eDF, w3_eFD: gate, down, up weights of this rank's e = num_experts / EP experts, one dtype.
         num_experts: E, over the whole group.
         group: the expert-parallel process group or its name; None: all experts are here (EP=1).
-        backend: "auto", "triton", "deep_gemm" or "reference" (see op/backends.py).
+        backend: "auto", "triton", "deep_gemm" or "reference". "auto" on a GPU is the fused backend that
+            `bench` found faster there for these E, K, D, F and EP, as the group's first rank knows it.
         compute_dtype: x, dy and the weights are cast to it on entry; sums are float32 or better.
         keep: what the forward leaves for the backward: "activations" (what makes it fastest) or "inputs" (the
             backward recomputes the rest).
@@ -60,16 +66,20 @@ def mega_moe(
         ValueError: a shape, dtype, device or option that does not fit, before any communication.
         RuntimeError: the backend asked for cannot run here; the message says why.
     """
+    if not isinstance(group, ProcessGroup | str | None):
+        raise ValueError(f"mega_moe: group is {group!r}; it must be a process group, its name or None")
     group_name = group if isinstance(group, str) else "" if group is None else group.group_name
     _check_tensors(x_TD, topk_expert_ids_TK, topk_scores_TK, w1_eFD, w2_eDF, w3_eFD)
     _check_experts(num_experts, backends.group_size(group_name), w1_eFD.shape[0], topk_expert_ids_TK.shape[1])
     if keep not in KEEP:
         raise ValueError(f"mega_moe: keep is {keep!r}; it must be one of {', '.join(KEEP)}")
-    if not compute_dtype.is_floating_point:
-        raise ValueError(f"mega_moe: compute_dtype is {compute_dtype}; it must be a floating point dtype")
+    if compute_dtype not in _FLOATS:
+        raise ValueError(f"mega_moe: compute_dtype is {compute_dtype!r}; it must be one of {_names(_FLOATS)}")
     if not torch.is_grad_enabled():
         keep = "inputs"  # there will be no backward: leave nothing for it
-    name = backends.choose(backend, x_TD.device.type)
+    # index: a compiler may have made symbols of sizes, and these decide what runs.
+    K, D, F = (index(n) for n in (topk_expert_ids_TK.shape[1], x_TD.shape[1], w1_eFD.shape[1]))
+    name = backends.choose(backend, x_TD.device.type, group_name, num_experts, K, D, F)
     y_TD, _ = library.mega_moe(
         x_TD, topk_expert_ids_TK, topk_scores_TK, w1_eFD, w2_eDF, w3_eFD,
         num_experts, group_name, name, compute_dtype, keep,
@@ -85,7 +95,18 @@ def _check_tensors(
     w2_eDF: torch.Tensor,
     w3_eFD: torch.Tensor,
 ) -> None:
-    if x_TD.dim() != 2 or not x_TD.dtype.is_floating_point:
+    for name, t in zip(
+        ("x", "topk_expert_ids", "topk_scores", "w1", "w2", "w3"),
+        (x_TD, ids_TK, scores_TK, w1_eFD, w2_eDF, w3_eFD),
+        strict=True,
+    ):
+        if not isinstance(t, torch.Tensor) or t.layout != torch.strided:
+            got = f"one of {t.layout}" if isinstance(t, torch.Tensor) else repr(type(t).__name__)
+            raise ValueError(f"mega_moe: {name} must be a dense tensor, got {got}")
+        # Without this a derivative of zero would come back.
+        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(t).tangent is not None:
+            raise NotImplementedError(f"mega_moe: {name} has a forward-mode tangent; only backward is implemented")
+    if x_TD.dim() != 2 or x_TD.dtype not in _FLOATS:
         raise ValueError(f"mega_moe: x must be (T, D) floating point, got {tuple(x_TD.shape)} {x_TD.dtype}")
     T, D = x_TD.shape
     if ids_TK.dim() != 2 or ids_TK.shape[0] != T or ids_TK.dtype != torch.int64:
@@ -105,7 +126,7 @@ def _check_tensors(
     if w3_eFD.shape != (e, F, D):
         raise ValueError(f"mega_moe: w3 must be (e={e}, F={F}, D={D}) to fit w1, got {tuple(w3_eFD.shape)}")
     dtypes = (w1_eFD.dtype, w2_eDF.dtype, w3_eFD.dtype)
-    if len(set(dtypes)) != 1 or not w1_eFD.dtype.is_floating_point:
+    if len(set(dtypes)) != 1 or w1_eFD.dtype not in _FLOATS:
         raise ValueError(f"mega_moe: w1, w2, w3 must share one floating point dtype, got {dtypes}")
     others = (ids_TK, scores_TK, w1_eFD, w2_eDF, w3_eFD)
     if any(t.device != x_TD.device for t in others):
@@ -113,8 +134,14 @@ def _check_tensors(
         raise ValueError(f"mega_moe: x is on {x_TD.device}, but ids, scores, w1, w2, w3 are on {devices}")
 
 
+def _names(dtypes: tuple[torch.dtype, ...]) -> str:
+    return ", ".join(map(str, dtypes))
+
+
 def _check_experts(num_experts: int, ep: int, e: int, K: int) -> None:
-    if num_experts <= 0 or num_experts % ep != 0:
+    if isinstance(num_experts, bool | float) or num_experts <= 0:
+        raise ValueError(f"mega_moe: num_experts is {num_experts!r}; it must be a positive integer")
+    if num_experts % ep != 0:
         raise ValueError(
             f"mega_moe: num_experts={num_experts} does not divide over the group's {ep} ranks; "
             "choose an expert parallel degree that divides the experts"

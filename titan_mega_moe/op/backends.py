@@ -4,22 +4,28 @@ A backend module is imported at its first use, so a missing dependency is a reas
 """
 
 import importlib
+import logging
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 
+from titan_mega_moe.op import fastest
+from titan_mega_moe.op.fastest import Sizes
+
 KEEP = ("activations", "inputs")
 
-# Each module holds one backend object, BACKEND. "auto" tries them in this order, the reference on the CPU.
+# Each module holds one backend object, BACKEND.
 _MODULES = {
     "triton": "titan_mega_moe.op.triton",
     "deep_gemm": "titan_mega_moe.op.deep_gemm",
     "reference": "titan_mega_moe.op.reference",
 }
 NAMES = ("auto", *_MODULES)
+FUSED = ("triton", "deep_gemm")  # what "auto" is on a GPU
 # Settings that leave TorchTitan's own layer in place, and the dispatcher that its moe_comm_backend gives it.
 UPSTREAM = {
     "upstream": "standard",
@@ -152,10 +158,8 @@ def unavailable_reason(name: str, device: torch.device | str) -> str | None:
         return f"it cannot be imported ({error})"
 
 
-# Both functions below read state that a traced graph may take as constant: groups live as long as the model.
-@torch.compiler.assume_constant_result
-def choose(name: str, device_type: str) -> str:
-    """Turn "auto" into a name and make sure that the named backend can run on "cuda" or "cpu"."""
+def require(name: str, device_type: str) -> str:
+    """A name for the setting, whatever a layer's sizes. Raises RuntimeError if it cannot run on "cuda" or "cpu"."""
     if name == "auto":
         return automatic(device_type)[0]
     reason = unavailable_reason(name, device_type)
@@ -164,27 +168,84 @@ def choose(name: str, device_type: str) -> str:
     return name
 
 
+# What "auto" has become, by group and sizes.
+_automatic: dict[tuple[ProcessGroup | None, Sizes], str] = {}
+
+
+# Both functions below read state that a traced graph may take as constant: groups live as long as the model.
+@torch.compiler.assume_constant_result
+def choose(name: str, device_type: str, group_name: str, *sizes: int) -> str:
+    """Turn "auto" into a name and make sure that the named backend can run on "cuda" or "cpu".
+
+    `sizes` are E, K, D, F. For "auto" on a GPU a group's first call is a collective: its first rank decides.
+    """
+    if name != "auto" or device_type != "cuda":
+        return require(name, device_type)
+    group, layer = group_of(group_name), Sizes(group_size(group_name), *sizes)
+    if (group, layer) not in _automatic:
+        chosen, reason = automatic(device_type, layer) if group is None else _of_first_rank(device_type, layer, group)
+        if group is None or group.rank() == 0:
+            logging.getLogger(__name__).info('backend "auto" is %s for %s: %s', chosen, layer, reason)
+        _automatic[group, layer] = chosen
+    return _automatic[group, layer]
+
+
 @torch.compiler.assume_constant_result
 def group_size(group_name: str) -> int:
     """EP, the ranks of the named group; 1 for the empty name."""
     return _resolve_process_group(GroupName(group_name)).size() if group_name else 1
 
 
-def automatic(device_type: str) -> tuple[str, str]:
-    """The name that "auto" stands for on this device, and the reason for it.
+def automatic(device_type: str, sizes: Sizes | None = None) -> tuple[str, str]:
+    """The name that "auto" stands for on this device for layers of these sizes, and the reason for it.
 
     Raises RuntimeError on a GPU where no fused backend runs: the reference is slow there, so it has to be
     asked for by name.
     """
     if device_type != "cuda":
         return "reference", f"the fused backends need a GPU, the device is {device_type}"
-    reasons: list[str] = []
-    for name in ("triton", "deep_gemm"):
-        reason = unavailable_reason(name, device_type)
-        if reason is None:
-            return name, "; ".join(reasons) or "it is the fastest that runs on this GPU"
-        reasons.append(f"{name}: {reason}")
+    reasons = {name: unavailable_reason(name, device_type) for name in FUSED}
+    able = [name for name, reason in reasons.items() if reason is None]
+    if len(able) == len(FUSED):
+        return _faster(sizes)
+    text = "; ".join(f"{name}: {reason}" for name, reason in reasons.items() if reason is not None)
+    if able:
+        return able[0], text
     raise RuntimeError(
-        f"mega_moe: no fused backend runs on this GPU ({'; '.join(reasons)}); "
-        'set backend = "reference" to train with the slow one'
+        f"mega_moe: no fused backend runs on this GPU ({text}); set backend = \"reference\" to train with the slow one"
     )
+
+
+def _faster(sizes: Sizes | None) -> tuple[str, str]:
+    """Of the two that can run: what bench found, else our own kernels."""
+    gpu, build = fastest.here()
+    try:
+        timing = fastest.recall(gpu, build, sizes) if sizes is not None else None
+    except ValueError as error:
+        return "triton", f"the default: {error}"
+    if timing is not None:
+        return timing.backend, timing.reason
+    return "triton", f"the default: bench has not timed it beside {build} on {gpu} for {sizes or 'these sizes'}"
+
+
+def _of_first_rank(device_type: str, sizes: Sizes, group: ProcessGroup) -> tuple[str, str]:
+    """`automatic` of the group's first rank, for hosts may differ in bench's files and in what is installed.
+
+    A collective. Raises the same RuntimeError on every rank if one of them cannot run that backend.
+    """
+    try:
+        mine: Any = automatic(device_type, sizes)
+    except RuntimeError as error:
+        mine = (None, str(error))
+    everyone: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyone, (mine, [unavailable_reason(name, device_type) for name in FUSED]), group=group)
+    (chosen, reason), _ = everyone[0]
+    if chosen is None:
+        raise RuntimeError(reason)
+    for rank, (_, reasons) in enumerate(everyone):
+        if (lacking := reasons[FUSED.index(chosen)]) is not None:
+            raise RuntimeError(
+                f'mega_moe: backend "auto" is {chosen} on the first rank of the expert-parallel group, and rank {rank} '
+                f"of it cannot run that: {lacking}; install the same on every host, or name another backend"
+            )
+    return chosen, reason

@@ -4,6 +4,9 @@ The build brings the kernels and their symmetric buffer. This file decides wheth
 do, keeps one buffer per shape for all layers, copies a call's inputs into it and lays out weights and
 gradients.
 
+Routed experts alone: the build's calls as known take no weights of shared experts, so `num_shared_experts=0` is
+what it is always told, and shared experts stay TorchTitan's, beside the layer.
+
     l1_eGD  gate and up rows of each expert in one tensor, G = 2F: gate then up when the build takes the
             natural layout, else groups of 8 rows in turn (gate 0-7, up 0-7, gate 8-15, ...)
     l2_eDF  w2 as it is
@@ -32,7 +35,7 @@ from titan_mega_moe.op.backends import BufferPlan, Call, group_of
 
 # What a build must have to train: each function and the keywords it is called with. Tensors go by position.
 FUNCTIONS: dict[str, set[str]] = {
-    "get_symm_buffer_for_mega_moe": {"mma_type"},
+    "get_symm_buffer_for_mega_moe": {"num_shared_experts", "mma_type"},
     "bf16_mega_moe": {"activation_clamp"},
     "bf16_mega_moe_backward": {"activation_clamp", "dw_natural_layout"},
     "set_num_sms": set(),
@@ -134,7 +137,7 @@ def shape_reason(dim: int, hidden_dim: int) -> str | None:
         return None
     return (
         f"D={dim} must be a multiple of {DIM_MULTIPLE} and F={hidden_dim} of {HIDDEN_MULTIPLE} "
-        'for deep_gemm; set backend = "triton"'
+        'for deep_gemm; set backend = "triton" on Hopper, "reference" elsewhere'
     )
 
 
@@ -204,6 +207,7 @@ class DeepGemm:
             plan.top_k,
             plan.dim,
             plan.hidden_dim,
+            num_shared_experts=0,
             mma_type="bf16xbf16",
         )
 
