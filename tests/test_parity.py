@@ -14,6 +14,8 @@ import torch.distributed as dist
 from tests import ranks
 from tests.training import Result, Run, relative, train, upstream
 
+LIMIT = 580  # seconds, of work for 10 to 40 on an idle machine
+pytestmark = pytest.mark.timeout(600)
 PARTIAL = {"spmd_backend": "partial_dtensor"}
 MODELS = {
     # 64 experts, 8 a token; narrow (64 of 768) because 30 steps of the full width take minutes.
@@ -27,8 +29,6 @@ MESHES = {
     "ep4": (4, {"expert_parallel_degree": 4}),
     # The experts of each rank of the group are sharded over two ranks more.
     "ep2_fsdp": (4, {"expert_parallel_degree": 2}),
-    # No expert parallelism: FSDP shards all experts.
-    "ep1_fsdp": (2, {}),
 }
 
 
@@ -54,12 +54,18 @@ def check_float32(run: Run) -> None:
 @pytest.mark.parametrize("model", MODELS)
 def test_float32(model, mesh):
     world, degrees = MESHES[mesh]
-    ranks.run(world, check_float32, replace(MODELS[model], parallelism=degrees | PARTIAL), timeout=280)
+    ranks.run(world, check_float32, replace(MODELS[model], parallelism=degrees | PARTIAL), timeout=LIMIT)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_float32_without_expert_parallelism(model):
+    """FSDP shards all experts."""
+    ranks.run(2, check_float32, replace(MODELS[model], steps=3, parallelism=PARTIAL), timeout=LIMIT)
 
 
 def test_float32_full_width():
     run = Run(layers=2, steps=2, parallelism={"expert_parallel_degree": 2} | PARTIAL)
-    ranks.run(2, check_float32, run, timeout=280)
+    ranks.run(2, check_float32, run, timeout=LIMIT)
 
 
 def check_bfloat16(run: Run) -> tuple[float, float]:
@@ -82,16 +88,17 @@ def distance(grads: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> 
 
 # All in bfloat16, as FSDP has it by default; and the experts alone, where nothing else hides their error.
 @pytest.mark.parametrize(
-    "model, params", [("qwen3", "bfloat16"), ("qwen3", "float32"), ("deepseek_v3", "float32")]
+    "model, params, steps", [("qwen3", "bfloat16", 30), ("qwen3", "float32", 1), ("deepseek_v3", "float32", 30)]
 )
-def test_bfloat16(model, params):
+def test_bfloat16(model, params, steps):
     run = replace(
         MODELS[model],
+        steps=steps,
         precision="bfloat16",
         params=params,
         parallelism={"expert_parallel_degree": 2} | PARTIAL,
     )
-    ours, theirs = ranks.run(2, check_bfloat16, run, timeout=280)[0]
+    ours, theirs = ranks.run(2, check_bfloat16, run, timeout=LIMIT)[0]
     # Measured, ours and upstream's: qwen3 all bfloat16 6.896e-2 and 6.903e-2, experts alone 2.56e-3 and
     # 3.32e-3. In the first the rest of the model makes nearly all of the distance, and moves it by about
     # 0.1% either way.
@@ -135,4 +142,4 @@ def check_plan(run: Run) -> None:
 def test_plan(plan):
     world, changes = PLANS[plan]
     run = replace(MODELS["qwen3"], steps=3, layers=2, **changes)
-    ranks.run(world, check_plan, run, timeout=280)
+    ranks.run(world, check_plan, run, timeout=LIMIT)

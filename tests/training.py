@@ -113,7 +113,7 @@ def config(run: Run, folder: str) -> Trainer.Config:
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=2),
         training=TrainingConfig(
             **{
-                "local_batch_size": 2,
+                "local_batch_size": 1,
                 "seq_len": 32,
                 "steps": run.steps,
                 "max_norm": 1e9,
