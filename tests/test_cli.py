@@ -108,9 +108,7 @@ def test_print_config_prints_what_loads_again(no_ranks, capsys, tmp_path):
 def test_train_saves_the_resolved_configuration_and_starts_ranks_from_it(monkeypatch, tmp_path, no_ranks):
     started = []
     monkeypatch.setattr(train, "launch", lambda *args: started.append(args) or 7)
-    assert (
-        cli.main(["train", str(DEBUG), "--dump_folder", str(tmp_path / "run"), "--training.steps", "7"]) == 7
-    )
+    assert cli.main(["train", str(DEBUG), "--dump_folder", str(tmp_path / "run"), "--training.steps", "7"]) == 7
     saved = tmp_path / "run" / "config.toml"
     assert started == [(["-m", "titan_mega_moe", "train", str(saved)], 2, tmp_path / "run" / "ranks")]
     assert config.load(saved).training.steps == 7

@@ -138,9 +138,7 @@ def test_validation_reads_the_held_out_part(tokenizer):
     (inputs, _), *_ = batches(loader(tokenizer, dataset="stdlib_validation"), 1)
     names = load_sources(STDLIB, held_out=True)["name"]
     assert {name.rsplit(":", 1)[0] for name in names} == {
-        path.relative_to(STDLIB).as_posix()
-        for path in source_files(STDLIB, held_out=True)
-        if path.stat().st_size
+        path.relative_to(STDLIB).as_posix() for path in source_files(STDLIB, held_out=True) if path.stat().st_size
     }
     first = tokenizer.decode(inputs["input"][0, 1:40].tolist())
     assert load_sources(STDLIB, held_out=True)["text"][0].startswith(first[:20])

@@ -100,13 +100,9 @@ def test_prepare_comes_first_and_once():
 
 
 def test_prepare_after_torchtitan_has_bound_its_device_is_refused():
-    said = python(
-        "import torchtitan.distributed.utils; from titan_mega_moe import device; device.prepare('cpu')"
-    )
+    said = python("import torchtitan.distributed.utils; from titan_mega_moe import device; device.prepare('cpu')")
     assert said.returncode != 0
-    assert (
-        "has to run before torchtitan is imported, and torchtitan.distributed.utils already is" in said.stderr
-    )
+    assert "has to run before torchtitan is imported, and torchtitan.distributed.utils already is" in said.stderr
 
 
 def test_cuda_without_a_gpu_is_refused():
@@ -152,9 +148,7 @@ def test_attention_equals_flex_attention_and_has_gradients(scale):
     torch.testing.assert_close(out, expected, atol=2e-6, rtol=1e-5)
     # A later document must not see an earlier one, nor a token what comes after it.
     out[:, 30].sum().backward()
-    assert (
-        k.grad[:, :20].abs().max() == 0 and k.grad[:, 31:].abs().max() == 0 and k.grad[:, 25].abs().max() > 0
-    )
+    assert k.grad[:, :20].abs().max() == 0 and k.grad[:, 31:].abs().max() == 0 and k.grad[:, 25].abs().max() > 0
 
 
 def test_attention_with_a_score_mod_is_refused():

@@ -171,9 +171,7 @@ def test_what_is_not_known_is_said(monkeypatch, capsys):
 )
 def test_what_cannot_run_here_is_exit_code_1(monkeypatch, capsys, changes, name, expected):
     monkeypatch.setitem(sys.modules, "deep_gemm", None)
-    monkeypatch.setattr(
-        backends, "_MODULES", {k: f"titan_mega_moe.op.{k}" for k in ("deep_gemm", "reference")}
-    )
+    monkeypatch.setattr(backends, "_MODULES", {k: f"titan_mega_moe.op.{k}" for k in ("deep_gemm", "reference")})
     monkeypatch.setattr(backends, "NAMES", ("auto", "deep_gemm", "reference"))
     if changes.get("asked") == "auto":
         monkeypatch.setitem(backends._MODULES, "triton", "no_such_module")
@@ -220,7 +218,5 @@ def test_ranks_say_that_symmetric_memory_needs_gpus():
     if torch.cuda.is_available():
         pytest.skip("tries the GPUs here")
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "titan_mega_moe"]
-    done = subprocess.run(
-        [sys.executable, *command, "doctor"], capture_output=True, text=True, timeout=200, check=True
-    )
+    done = subprocess.run([sys.executable, *command, "doctor"], capture_output=True, text=True, timeout=200, check=True)
     assert "ok between ranks" in done.stdout and done.stdout.count("Versions") == 1

@@ -113,14 +113,10 @@ def test_every_family_has_a_registered_configuration():
     assert found == {"qwen3", "deepseek_v3", "kimi_k2_5", "qwen3_5"}
 
 
-@pytest.mark.parametrize(
-    ("backend", "dispatcher"), [("upstream", "AllToAll"), ("minimal_async_ep", "MinimalAsyncEP")]
-)
+@pytest.mark.parametrize(("backend", "dispatcher"), [("upstream", "AllToAll"), ("minimal_async_ep", "MinimalAsyncEP")])
 def test_upstreams_layer_is_left_in_place_with_the_dispatcher_asked_for(backend, dispatcher):
     for name, flavor in (("qwen3", "debugmodel_moe"), ("deepseek_v3", "debugmodel")):
         spec = model_spec(name, flavor, options=MegaMoEOptions(backend=backend))
         nodes = [node for _, node, _, _ in spec.traverse(RoutedExperts.Config)]
         assert nodes
-        assert {type(n.token_dispatcher).__qualname__ for n in nodes} == {
-            f"{dispatcher}TokenDispatcher.Config"
-        }
+        assert {type(n.token_dispatcher).__qualname__ for n in nodes} == {f"{dispatcher}TokenDispatcher.Config"}

@@ -25,9 +25,7 @@ def save_op(config: ActivationCheckpointing.Config | None) -> ActivationCheckpoi
     return selective(config) if type(config) is SelectiveAC.Config else config
 
 
-@override(
-    target=SelectiveAC.Config, description="Selective checkpointing saves the fused op's output.", exact=True
-)
+@override(target=SelectiveAC.Config, description="Selective checkpointing saves the fused op's output.", exact=True)
 def selective(config: SelectiveAC.Config) -> MegaSelectiveAC.Config:
     """For config registries that are not ours, beside the layer's override:
     `--override.imports titan_mega_moe.routed_experts.mega_moe

@@ -48,19 +48,14 @@ def main(args: list[str]) -> int:
         overrides += ["--debug.seed", "0"]
         resolved.debug.seed = 0
 
-    folder = _new_folder(
-        options.out or Path(resolved.dump_folder) / "compare" / time.strftime("%Y%m%d-%H%M%S")
-    )
+    folder = _new_folder(options.out or Path(resolved.dump_folder) / "compare" / time.strftime("%Y%m%d-%H%M%S"))
     console = Console()
     steps = resolved.training.steps
     console.print(f"{len(others) + 1} runs of {steps} steps; everything goes to {folder}", soft_wrap=True)
     settings = _settings(resolved, options.file, given)
     if options.against is None:
         console.print(f"deep_gemm: {settings['deep_gemm']}", highlight=False)
-    runs = [
-        _train(side, options.file, overrides, folder, resolved.training.steps, console)
-        for side in (ours, *others)
-    ]
+    runs = [_train(side, options.file, overrides, folder, resolved.training.steps, console) for side in (ours, *others)]
     return _report(runs, folder, options.tolerance, settings, console)
 
 
@@ -125,9 +120,7 @@ def _sides(options: argparse.Namespace, overrides: list[str]) -> tuple[Side, lis
             except RuntimeError as error:
                 raise ConfigError(f"--against {side.name}: {error}") from None
     if not others:
-        raise ConfigError(
-            f"--against {options.against!r} names no layer: write for instance --against upstream"
-        )
+        raise ConfigError(f"--against {options.against!r} names no layer: write for instance --against upstream")
     ranks = train.rank_count(resolved, options.file)
     config.check_world(resolved, ranks, options.file)
     return ours, others, resolved
@@ -170,9 +163,7 @@ def _new_folder(folder: Path) -> Path:
     return folder
 
 
-def _train(
-    side: Side, file: str, overrides: list[str], folder: Path, steps: int, console: Console
-) -> report.Run:
+def _train(side: Side, file: str, overrides: list[str], folder: Path, steps: int, console: Console) -> report.Run:
     """Train one side in fresh processes. Its run, with the error where it failed."""
     dump = folder / side.name
     dump.mkdir()
@@ -231,8 +222,7 @@ def _settings(resolved: Any, file: str, overrides: list[str]) -> dict[str, Any]:
     return {
         "file": file,
         "command line": " ".join(overrides) or "-",
-        "model": f"{resolved.model.name} {resolved.model.flavor}"
-        + (f", first {layers} layers" if layers else ""),
+        "model": f"{resolved.model.name} {resolved.model.flavor}" + (f", first {layers} layers" if layers else ""),
         "device": f"{resolved.device.kind}, {train.rank_count(resolved, file)} ranks",
         "mega_moe backend": backend,
         "chosen because": why,
@@ -245,9 +235,7 @@ def _settings(resolved: Any, file: str, overrides: list[str]) -> dict[str, Any]:
     }
 
 
-def _report(
-    runs: list[report.Run], folder: Path, tolerance: float, settings: dict[str, Any], console: Console
-) -> int:
+def _report(runs: list[report.Run], folder: Path, tolerance: float, settings: dict[str, Any], console: Console) -> int:
     ours, *others = runs
     report.write(folder, ours, others, tolerance, settings)
     if ours.steps:

@@ -126,9 +126,7 @@ class StdlibTokenizer(HuggingFaceTokenizer):
 
         def __post_init__(self) -> None:
             if self.vocab_size < 258:
-                raise ValueError(
-                    f"tokenizer.vocab_size is {self.vocab_size}: 258 is the least, for bytes and marks"
-                )
+                raise ValueError(f"tokenizer.vocab_size is {self.vocab_size}: 258 is the least, for bytes and marks")
 
     def __init__(self, config: Config, *, tokenizer_path: str = "") -> None:
         super().__init__(config, tokenizer_path=str(trained_tokenizer(config.vocab_size)))

@@ -59,9 +59,7 @@ def prepare(kind: str) -> None:
         raise RuntimeError(f"this process already trains on {_prepared!r}: start another for {kind!r}")
     if kind == "cuda":
         if not torch.cuda.is_available():
-            raise RuntimeError(
-                "device 'cuda' needs a GPU and none is visible: use device 'cpu' to train without"
-            )
+            raise RuntimeError("device 'cuda' needs a GPU and none is visible: use device 'cpu' to train without")
     else:
         _prepare_cpu()
     _prepared = kind
@@ -186,15 +184,9 @@ class _CpuDevice:
 
 def _prepare_cpu() -> None:
     # Modules that have copied the device's name keep the one they saw.
-    bound = [
-        name
-        for name in ("torchtitan.distributed.utils", "torchtitan.components.metrics")
-        if name in sys.modules
-    ]
+    bound = [name for name in ("torchtitan.distributed.utils", "torchtitan.components.metrics") if name in sys.modules]
     if bound:
-        raise RuntimeError(
-            f"device.prepare('cpu') has to run before torchtitan is imported, and {bound[0]} already is"
-        )
+        raise RuntimeError(f"device.prepare('cpu') has to run before torchtitan is imported, and {bound[0]} already is")
     from torchtitan.tools import utils
 
     utils.device_type = "cpu"
@@ -245,9 +237,7 @@ def _wide_grouped_mm() -> Callable[..., torch.Tensor]:
         bias: torch.Tensor | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        wide = kernel.call_boxed(
-            keys, a.float(), b.float(), offs, None if bias is None else bias.float(), None
-        )
+        wide = kernel.call_boxed(keys, a.float(), b.float(), offs, None if bias is None else bias.float(), None)
         return wide.to(out_dtype or a.dtype)
 
     return grouped_mm
@@ -267,9 +257,7 @@ def _dense_attention(
 ) -> tuple[torch.Tensor, None]:
     """FlexAttention's function for a mask alone: q (B, N, L, H), k and v with N or fewer heads -> like q."""
     if score_mod is not None or return_aux.lse:
-        raise NotImplementedError(
-            "on the CPU attention takes a mask only: no score_mod, no log-sum-exp epilogue"
-        )
+        raise NotImplementedError("on the CPU attention takes a mask only: no score_mod, no log-sum-exp epilogue")
     out_BNLH = torch.nn.functional.scaled_dot_product_attention(
         q_BNLH, k_BNLH, v_BNLH, attn_mask=_dense_mask(block_mask), scale=scale, enable_gqa=enable_gqa
     )

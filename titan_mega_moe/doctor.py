@@ -147,9 +147,7 @@ def _gpu(index: int) -> Line:
     p = torch.cuda.get_device_properties(index)
     free, total = torch.cuda.mem_get_info(index)
     memory = f"{free / GIB:.1f} of {total / GIB:.1f} GiB free"
-    return Line(
-        f"cuda:{index}", f"{p.name}, {memory}, {p.multi_processor_count} SMs, compute {p.major}.{p.minor}"
-    )
+    return Line(f"cuda:{index}", f"{p.name}, {memory}, {p.multi_processor_count} SMs, compute {p.major}.{p.minor}")
 
 
 def links() -> list[Line]:
@@ -185,11 +183,7 @@ def symmetric_memory() -> list[Line]:
         symm_mem.empty(1024, dtype=torch.uint8, device=torch.device("cuda", torch.cuda.current_device()))
     except RuntimeError as error:
         return [Line("symmetric memory", f"cannot be allocated: {error}", False)]
-    hint = (
-        ""
-        if _ranks() > 1
-        else "; to try it between GPUs: torchrun --nproc-per-node N -m titan_mega_moe doctor"
-    )
+    hint = "" if _ranks() > 1 else "; to try it between GPUs: torchrun --nproc-per-node N -m titan_mega_moe doctor"
     return [Line("symmetric memory", f"can be allocated{hint}", True)]
 
 

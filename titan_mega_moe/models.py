@@ -111,9 +111,7 @@ def _flavors(name: str) -> list[str]:
     return list(next(tables))
 
 
-def _upstream_spec(
-    name: str, flavor: str, attn_backend: str | None = None, dispatcher: str | None = None
-) -> ModelSpec:
+def _upstream_spec(name: str, flavor: str, attn_backend: str | None = None, dispatcher: str | None = None) -> ModelSpec:
     asked = {"attn_backend": attn_backend, "moe_comm_backend": dispatcher}
     kwargs: dict[str, Any] = {key: value for key, value in asked.items() if value is not None}
     return _module(name).model_registry(flavor, **kwargs)
@@ -127,9 +125,7 @@ def _keep_layers(spec: ModelSpec, layers: int) -> None:
         )
     model.layers = model.layers[:layers]
     if not any(spec.traverse(RoutedExperts.Config)):
-        raise ValueError(
-            f"model.layers is {layers}; the first {layers} of {spec.flavor} have no experts: keep more"
-        )
+        raise ValueError(f"model.layers is {layers}; the first {layers} of {spec.flavor} have no experts: keep more")
 
 
 def _nearest(word: str, known: list[str]) -> str:

@@ -54,9 +54,7 @@ def parallelize(
     return model
 
 
-def tokens_per_rank(
-    training: TrainingConfig, parallelism: ParallelismConfig, parallel_dims: ParallelDims
-) -> int:
+def tokens_per_rank(training: TrainingConfig, parallelism: ParallelismConfig, parallel_dims: ParallelDims) -> int:
     """The most tokens a rank routes in one forward: its share of a (micro)batch under CP, and under TP with
     EP.
 
@@ -74,9 +72,7 @@ def tokens_per_rank(
     return batch * training.seq_len // shards
 
 
-def _check(
-    layer: MegaRoutedExperts, tokens: int, training: TrainingConfig, parallel_dims: ParallelDims
-) -> None:
+def _check(layer: MegaRoutedExperts, tokens: int, training: TrainingConfig, parallel_dims: ParallelDims) -> None:
     if layer.num_experts % parallel_dims.ep != 0:
         raise ValueError(
             f"mega_moe: {layer.num_experts} experts do not divide over "

@@ -133,9 +133,7 @@ def _play(config: "RunConfig", ranks: int, kind: str) -> Plan:
     config.compile.enable = False
 
     dist.init_process_group("fake", rank=0, world_size=ranks)
-    torch.autograd.set_multithreading_enabled(
-        False
-    )  # as the trainer does: recomputation reads thread-local meshes
+    torch.autograd.set_multithreading_enabled(False)  # as the trainer does: recomputation reads thread-local meshes
     dims = ParallelDims.from_config(config.parallelism, ranks)
     dims.build_mesh()
     dist_utils.set_spmd_backend(config.parallelism.spmd_backend)
@@ -200,9 +198,7 @@ def _replace_kernels(backend: str) -> "list[BufferPlan]":
             return tuple(torch.empty_like(t) for t in ctx.saved_tensors[:3])
 
     # Sharding plans find the arguments by these names.
-    def forward(
-        self: Any, q_BLNH: torch.Tensor, k_BLNH: torch.Tensor, v_BLNH: torch.Tensor, **_: Any
-    ) -> torch.Tensor:
+    def forward(self: Any, q_BLNH: torch.Tensor, k_BLNH: torch.Tensor, v_BLNH: torch.Tensor, **_: Any) -> torch.Tensor:
         return Attention.apply(q_BLNH, k_BLNH, v_BLNH)
 
     for kernel in (
@@ -280,9 +276,7 @@ def _with_states(config: "RunConfig", parts: list[Any]) -> list[Any]:
     return list(container.optimizers)
 
 
-def _peak_of_step(
-    config: "RunConfig", dims: "ParallelDims", model: Any, optimizers: list[Any], loss_fn: Any
-) -> int:
+def _peak_of_step(config: "RunConfig", dims: "ParallelDims", model: Any, optimizers: list[Any], loss_fn: Any) -> int:
     """Bytes at the peak of forward and backward."""
     import torch
     from torch.distributed._tools.mem_tracker import MemTracker

@@ -84,9 +84,7 @@ class Difference:
 def differences(ours: Run, other: Run) -> list[Difference]:
     theirs = {step.step: step for step in other.steps}
     return [
-        Difference(
-            s.step, _relative(s.loss, theirs[s.step].loss), _relative(s.grad_norm, theirs[s.step].grad_norm)
-        )
+        Difference(s.step, _relative(s.loss, theirs[s.step].loss), _relative(s.grad_norm, theirs[s.step].grad_norm))
         for s in ours.steps
         if s.step in theirs
     ]
@@ -133,9 +131,7 @@ def step_table(ours: Run, others: list[Run], rows: int = 32) -> Table:
 
 
 def summary_table(runs: list[Run]) -> Table:
-    table = Table(
-        title=f"in all; times after {WARMUP_STEPS} steps, tokens/s per device", title_justify="left"
-    )
+    table = Table(title=f"in all; times after {WARMUP_STEPS} steps, tokens/s per device", title_justify="left")
     for column in _SUMMARY_COLUMNS:
         table.add_column(column, justify="left" if column == "layer" else "right")
     for run in runs:
@@ -168,9 +164,7 @@ def _step_rows(ours: Run, others: list[Run]) -> list[list[Any]]:
     rows: list[list[Any]] = []
     for step in sorted(set().union(*sides)):
         at = [side.get(step) for side in sides]
-        rows.append(
-            [step, *(s and s.loss for s in at), *(d.get(step) for d in diffs), *(s and s.seconds for s in at)]
-        )
+        rows.append([step, *(s and s.loss for s in at), *(d.get(step) for d in diffs), *(s and s.seconds for s in at)])
     return rows
 
 
@@ -216,9 +210,7 @@ def write(folder: Path, ours: Run, others: list[Run], tolerance: float, settings
                 "tolerance": tolerance,
                 "settings": settings,
                 "runs": [{**asdict(run), "summary": summary(run) if run.steps else None} for run in runs],
-                "differences": {
-                    other.name: [asdict(d) for d in differences(ours, other)] for other in others
-                },
+                "differences": {other.name: [asdict(d) for d in differences(ours, other)] for other in others},
             },
             indent=1,
         )

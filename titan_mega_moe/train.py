@@ -75,9 +75,7 @@ def rank_count(resolved: "RunConfig", path: str | Path) -> int:
     visible = torch.cuda.device_count()
     ranks = resolved.device.ranks or visible
     if ranks > visible:
-        raise ConfigError(
-            f"{path}: [device] ranks: {ranks} ranks need as many GPUs and {visible} are visible"
-        )
+        raise ConfigError(f"{path}: [device] ranks: {ranks} ranks need as many GPUs and {visible} are visible")
     return ranks
 
 

@@ -239,9 +239,7 @@ def variant(*, without=(), natural=True, deterministic=False, dw_natural=True):
     def backward(
         dx, dw1, dw2, dtopk, dy, l1, l2, buffer, activation_clamp=None, fast_math=True, dw_natural_layout=True
     ):
-        here.bf16_mega_moe_backward(
-            dx, dw1, dw2, dtopk, dy, l1, l2, buffer, activation_clamp, True, dw_natural_layout
-        )
+        here.bf16_mega_moe_backward(dx, dw1, dw2, dtopk, dy, l1, l2, buffer, activation_clamp, True, dw_natural_layout)
 
     def deterministic_forward(*args, activation_clamp=None, l1_natural_layout=False, deterministic=False):
         here.bf16_mega_moe(*args, activation_clamp=activation_clamp, l1_natural_layout=l1_natural_layout)
@@ -250,9 +248,7 @@ def variant(*, without=(), natural=True, deterministic=False, dw_natural=True):
     def deterministic_backward(
         *args, activation_clamp=None, dw_natural_layout=True, l1_natural_layout=False, deterministic=False
     ):
-        here.bf16_mega_moe_backward(
-            *args, dw_natural_layout=dw_natural_layout, l1_natural_layout=l1_natural_layout
-        )
+        here.bf16_mega_moe_backward(*args, dw_natural_layout=dw_natural_layout, l1_natural_layout=l1_natural_layout)
         CALLS[-1].options["deterministic"] = deterministic
 
     def interleaved_dw_only(dx, dw1, dw2, dtopk, dy, l1, l2, buffer, activation_clamp=None):

@@ -19,9 +19,7 @@ class Inputs:
     w3_EFD: torch.Tensor
 
 
-def make(
-    seed: int, tokens: list[int], D: int, F: int, E: int, K: int, routing: str, dtype: torch.dtype
-) -> Inputs:
+def make(seed: int, tokens: list[int], D: int, F: int, E: int, K: int, routing: str, dtype: torch.dtype) -> Inputs:
     """Equal on every rank that calls it. `routing` is a key of ROUTINGS."""
     g = torch.Generator().manual_seed(seed)
 

@@ -131,9 +131,7 @@ def check_one_layer(natural: bool, dtype: torch.dtype, keep: str, tokens: list[i
         assert torch.equal(seen["x"], inputs["x_TD"].bfloat16())
         assert torch.equal(seen["topk_idx"], inputs["topk_expert_ids_TK"])
         assert torch.equal(seen["topk_weights"], inputs["topk_scores_TK"])
-        assert torch.equal(
-            seen["l1"], gate_up if natural else double.transform_weights_for_mega_moe(gate_up, None)[0]
-        )
+        assert torch.equal(seen["l1"], gate_up if natural else double.transform_weights_for_mega_moe(gate_up, None)[0])
         assert torch.equal(seen["l2"], inputs["w2_eDF"].bfloat16())
     assert backward.options["dw_natural_layout"] is True
     assert torch.equal(backward.tensors["dy"], dy.bfloat16())
@@ -381,9 +379,7 @@ def test_without_a_process_group_the_error_says_how_to_get_one(monkeypatch):
     monkeypatch.setitem(sys.modules, "deep_gemm", double.variant())
     monkeypatch.setattr(deep_gemm, "sm_count", lambda device: 132)
     with pytest.raises(RuntimeError, match=r"needs torch\.distributed even for one rank"):
-        deep_gemm.DeepGemm().prepare(
-            backends.BufferPlan("", torch.device("cpu"), 8, D, F, E, K, "activations")
-        )
+        deep_gemm.DeepGemm().prepare(backends.BufferPlan("", torch.device("cpu"), 8, D, F, E, K, "activations"))
 
 
 def test_the_stand_in_is_not_shipped():

@@ -51,9 +51,7 @@ def test_installed_but_it_does_not_import(tmp_path, monkeypatch, source, error):
     (tmp_path / "deep_gemm.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "deep_gemm", raising=False)
-    assert reason() == (
-        f"deep_gemm is installed but does not import beside torch {torch.__version__} ({error})"
-    )
+    assert reason() == (f"deep_gemm is installed but does not import beside torch {torch.__version__} ({error})")
 
 
 @pytest.mark.parametrize(
@@ -79,9 +77,7 @@ def test_a_build_that_lacks_something(monkeypatch, hopper, build, expected):
 @pytest.mark.parametrize("natural", [True, False])
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_a_build_that_trains_and_what_it_accepts(monkeypatch, hopper, natural, deterministic):
-    monkeypatch.setitem(
-        sys.modules, "deep_gemm", double.variant(natural=natural, deterministic=deterministic)
-    )
+    monkeypatch.setitem(sys.modules, "deep_gemm", double.variant(natural=natural, deterministic=deterministic))
     assert reason() is None
     build = deep_gemm.find_build()
     assert build.natural_l1 is (natural or deterministic) and build.deterministic is deterministic
@@ -147,9 +143,7 @@ REASON = "from titan_mega_moe.op import backends; print(backends.unavailable_rea
 
 def test_the_package_of_the_index_is_refused_by_name_and_version():
     version = metadata.version("sgl-deep-gemm")
-    assert script(REASON) == (
-        f"sgl-deep-gemm {version} has no bf16_mega_moe_backward, so it cannot train; {REMEDY}"
-    )
+    assert script(REASON) == (f"sgl-deep-gemm {version} has no bf16_mega_moe_backward, so it cannot train; {REMEDY}")
 
 
 def test_a_module_of_that_name_on_the_path_is_not_taken_for_the_installed_package(tmp_path):

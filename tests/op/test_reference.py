@@ -32,12 +32,8 @@ def check_all(compute_dtype: torch.dtype, stored: torch.dtype) -> None:
             inputs = oracle.make(n, tokens[:ep], D, F, E, K, routing, stored)
             mine = slice(rank * E // ep, (rank + 1) * E // ep)
             x, scores = inputs.x[rank].requires_grad_(), inputs.scores[rank].requires_grad_()
-            weights = [
-                w[mine].clone().requires_grad_() for w in (inputs.w1_EFD, inputs.w2_EDF, inputs.w3_EFD)
-            ]
-            y = mega_moe(
-                x, inputs.ids[rank], scores, *weights, num_experts=E, group=group, compute_dtype=compute_dtype
-            )
+            weights = [w[mine].clone().requires_grad_() for w in (inputs.w1_EFD, inputs.w2_EDF, inputs.w3_EFD)]
+            y = mega_moe(x, inputs.ids[rank], scores, *weights, num_experts=E, group=group, compute_dtype=compute_dtype)
             y.backward(inputs.dy[rank])
             ys, grads = oracle.solve(oracle.rounded(inputs, compute_dtype))
             expected = [ys[rank], grads["dx"][rank], grads["dscores"][rank], *(w[mine] for w in grads["dw"])]

@@ -304,7 +304,7 @@ def _record(result: dict[str, Any]) -> list[list[str]]:
         try:
             timing.save()
         except OSError as error:
-            print(f"backend \"auto\" will not know: {error.filename}: {error.strerror}", file=sys.stderr)
+            print(f'backend "auto" will not know: {error.filename}: {error.strerror}', file=sys.stderr)
             continue
         rows.append([str(timing.sizes), timing.backend, timing.reason])
     return rows

@@ -57,9 +57,7 @@ MOVED = {
     "validation.dataloader.prefetch_factor": "validator.dataloader.prefetch_factor",
 }
 
-_EXPERIMENT = (
-    "torchtitan 0.3 keeps fault tolerance in its torchft experiment, which this package does not run"
-)
+_EXPERIMENT = "torchtitan 0.3 keeps fault tolerance in its torchft experiment, which this package does not run"
 _QUANTIZE = "dropped: it only configures a converter, and [model] converters turns none on"
 DROPPED = {
     "job.config_file": "dropped: the file is named on the command line",
@@ -116,9 +114,7 @@ _FLOAT8 = (
     "filter_fqns",
     "emulate",
 )
-DROPPED |= {
-    f"{section}.{key}": _QUANTIZE for section in ("float8", "quantize.linear.float8") for key in _FLOAT8
-}
+DROPPED |= {f"{section}.{key}": _QUANTIZE for section in ("float8", "quantize.linear.float8") for key in _FLOAT8}
 _FAULT_TOLERANCE = (
     "process_group",
     "process_group_timeout_ms",
@@ -236,10 +232,7 @@ def _betas(flat: Flat, new: Flat) -> None:
     given = {name: flat.get(("optimizer", name)) for name in ("beta1", "beta2")}
     if any(value is not None for value in given.values()):
         # The defaults of torchtitan 0.1 and 0.2.
-        betas = [
-            default if given[name] is None else given[name]
-            for name, default in (("beta1", 0.9), ("beta2", 0.95))
-        ]
+        betas = [default if given[name] is None else given[name] for name, default in (("beta1", 0.9), ("beta2", 0.95))]
         name = next(name for name, value in given.items() if value is not None)
         _move(("optimizer", name), ("optimizer", "betas"), betas, flat, new)
 
@@ -251,9 +244,7 @@ def _async_tensor_parallel(flat: Flat, new: Flat, notes: list[str]) -> None:
     components = new.get(("compile", "components"), ["model"])
     compiled = new.get(("compile", "enable"), False) and "model" in str(components)
     if flat[key] and not compiled:
-        notes.append(
-            f"{spell(key)}: dropped: it had no effect without compiling the model, and 0.3 refuses it then"
-        )
+        notes.append(f"{spell(key)}: dropped: it had no effect without compiling the model, and 0.3 refuses it then")
     else:
         new["compile", "enable_async_tensor_parallel"] = flat[key]
 

@@ -65,16 +65,12 @@ def _with_model(config: RunConfig) -> RunConfig:
             options=config.mega_moe,
         )
     except (ValueError, KeyError, TypeError, NotImplementedError) as error:
-        raise KeyProblem(
-            ("model", "layers" if "layers" in str(error) else "attn_backend"), str(error)
-        ) from None
+        raise KeyProblem(("model", "layers" if "layers" in str(error) else "attn_backend"), str(error)) from None
     known = config_utils.decoder_vocab_size(spec)
     for node in _losses(config.loss):
         if getattr(node, "global_vocab_size", known) not in (None, known):
             text = f"expected the model's {known}, got {node.global_vocab_size}: leave it out"
-            raise KeyProblem(
-                ("loss", *(["loss_fn"] if node is not config.loss else []), "global_vocab_size"), text
-            )
+            raise KeyProblem(("loss", *(["loss_fn"] if node is not config.loss else []), "global_vocab_size"), text)
         if getattr(node, "global_vocab_size", known) is None:
             node.global_vocab_size = known
     try:
@@ -119,9 +115,7 @@ def _override(key: tuple[str, ...], words: list[str]) -> tuple[tuple[str, ...], 
     if hint is None and not words and schema.leaf(RunConfig, positive) is bool:
         return positive, False
     if hint is None:
-        return key, words[
-            0
-        ] if words else True  # structure() says what is wrong with it, as it would of the file's
+        return key, words[0] if words else True  # structure() says what is wrong with it, as it would of the file's
     word = " ".join(words)
     if hint is bool:
         return key, {"": True, "true": True, "false": False}.get(word.lower(), word)

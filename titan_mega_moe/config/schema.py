@@ -70,9 +70,7 @@ def structure(hint: Any, value: Any, key: Key, default: Any = MISSING) -> Any:
     if origin is tuple and isinstance(value, list | tuple):
         arms = [args[0]] * len(value) if len(args) == 2 and args[1] is Ellipsis else list(args)
         if len(arms) == len(value):
-            return tuple(
-                structure(a, item, (*key, i)) for i, (a, item) in enumerate(zip(arms, value, strict=True))
-            )
+            return tuple(structure(a, item, (*key, i)) for i, (a, item) in enumerate(zip(arms, value, strict=True)))
     if origin is dict and isinstance(value, dict):
         return {name: structure(args[1], item, (*key, name)) for name, item in value.items()}
     if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
@@ -124,9 +122,7 @@ def fields_of(cls: type) -> dict[str, tuple[Any, Any]]:
     """
     hints = typing.get_type_hints(cls, include_extras=True)
     found = {}
-    logging.disable(
-        logging.WARNING
-    )  # what a default says of itself when it is made is said of no configuration
+    logging.disable(logging.WARNING)  # what a default says of itself when it is made is said of no configuration
     for field in dataclasses.fields(cls):
         if field.init and tyro.conf.Suppress not in getattr(hints[field.name], "__metadata__", ()):
             default = field.default if field.default_factory is MISSING else field.default_factory()
@@ -209,9 +205,7 @@ def _structure_union(hint: Any, value: Any, key: Key, default: Any) -> Any:
     modes = subcommands(hint)
     if modes:
         if not isinstance(value, dict):
-            raise KeyProblem(
-                key, f"expected a table with mode = {' | '.join(map(repr, modes))}, got {value!r}"
-            )
+            raise KeyProblem(key, f"expected a table with mode = {' | '.join(map(repr, modes))}, got {value!r}")
         table = dict(value)
         held = next((m for m, arm in modes.items() if type(default) is arm), next(iter(modes)))
         mode = table.pop("mode", held)
@@ -265,9 +259,7 @@ def _structure_dataclass(cls: type, value: Any, key: Key, default: Any) -> Any:
     }
     absent = [n for n, (_, d) in known.items() if d is MISSING and n not in given and start is None]
     if absent:
-        raise KeyProblem(
-            (*key, absent[0], *_required(known[absent[0]][0])[:1]), "is missing and has no default"
-        )
+        raise KeyProblem((*key, absent[0], *_required(known[absent[0]][0])[:1]), "is missing and has no default")
     try:
         return _make(cls, start, given)
     except (ValueError, AssertionError, TypeError) as error:
@@ -302,9 +294,7 @@ def expand_shorthand(table: Table, key: Key) -> Table:
     rest = {n: v for n, v in table.items() if n not in SHORTHAND}
     if short and "param_groups" in rest:
         name = next(iter(short))
-        raise KeyProblem(
-            (*key, name), "stands beside param_groups, which replaces it: move it into the groups"
-        )
+        raise KeyProblem((*key, name), "stands beside param_groups, which replaces it: move it into the groups")
     if "param_groups" not in rest:
         group = default_adamw(**{n: v for n, v in short.items() if n != "name"}).param_groups[0]
         rest["param_groups"] = [dataclasses.asdict(group) | {"optimizer_name": short.get("name", "AdamW")}]
@@ -338,9 +328,7 @@ def check_group(group: ParamGroupConfig, key: Key) -> None:
     for name in group.optimizer_kwargs:
         if name not in accepted and not any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
             near = nearest(name, list(accepted))
-            raise KeyProblem(
-                (*key, "optimizer_kwargs", name), f"{group.optimizer_name} has no such argument{near}"
-            )
+            raise KeyProblem((*key, "optimizer_kwargs", name), f"{group.optimizer_name} has no such argument{near}")
 
 
 def _unknown(name: str, value: Any, key: Key, known: Table, base: type, choices: tuple[type, ...]) -> str:

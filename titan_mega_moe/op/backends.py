@@ -212,7 +212,7 @@ def automatic(device_type: str, sizes: Sizes | None = None) -> tuple[str, str]:
     if able:
         return able[0], text
     raise RuntimeError(
-        f"mega_moe: no fused backend runs on this GPU ({text}); set backend = \"reference\" to train with the slow one"
+        f'mega_moe: no fused backend runs on this GPU ({text}); set backend = "reference" to train with the slow one'
     )
 
 

@@ -312,8 +312,7 @@ class DeepGemm:
         (T, D), K, F = x_TD.shape, ids_TK.shape[1], w1_eFD.shape[1]
         if call.compute_dtype != torch.bfloat16:
             raise ValueError(
-                f"mega_moe: deep_gemm computes in bfloat16, not {call.compute_dtype}; "
-                'set backend = "reference"'
+                f'mega_moe: deep_gemm computes in bfloat16, not {call.compute_dtype}; set backend = "reference"'
             )
         if w1_eFD.dtype not in (torch.bfloat16, torch.float32):
             raise ValueError(
@@ -328,8 +327,7 @@ class DeepGemm:
         capacity = buffer.x.shape[0]
         if capacity < T:
             raise ValueError(
-                f"mega_moe: T={T} tokens do not fit the deep_gemm buffer, built for {capacity}; "
-                "raise max_tokens"
+                f"mega_moe: T={T} tokens do not fit the deep_gemm buffer, built for {capacity}; raise max_tokens"
             )
         buffer.x[:T].copy_(x_TD)
         buffer.topk_idx[:T].copy_(ids_TK)
