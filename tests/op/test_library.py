@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch._dynamo.testing import CompileCounter
 
 from tests import ranks
 from tests.op import oracle
@@ -95,7 +96,15 @@ def test_frozen_weights_get_no_gradient():
         ({"w3": torch.zeros(E, F, D, dtype=torch.bfloat16)}, "must share one floating point dtype"),
         ({"w1": torch.zeros(E, F, D, device="meta")}, "x is on cpu, but ids, scores, w1, w2, w3 are on"),
         ({"num_experts": 8}, "w1 holds 4 experts, but 8 experts over 1 ranks are 8 each"),
-        ({"num_experts": 0}, "num_experts=0 does not divide over the group's 1 ranks"),
+        *(
+            ({"num_experts": value}, f"num_experts is {value!r}; it must be a positive integer")
+            for value in (0, -4, True, 4.0)
+        ),
+        ({"x": None}, "x must be a dense tensor, got 'NoneType'"),
+        ({"scores": [[1.0]]}, "topk_scores must be a dense tensor, got 'list'"),
+        ({"x": torch.zeros(T, D).to_sparse()}, "x must be a dense tensor, got one of torch.sparse_coo"),
+        ({"x": torch.zeros(T, D, dtype=torch.float8_e4m3fn)}, "got (10, 16) torch.float8_e4m3fn"),
+        ({"group": 3}, "group is 3; it must be a process group, its name or None"),
         (
             {"ids": torch.zeros(T, 5, dtype=torch.int64), "scores": torch.zeros(T, 5)},
             "K=5 experts per token must be between 1 and num_experts=4",
@@ -106,7 +115,10 @@ def test_frozen_weights_get_no_gradient():
         ),
         ({"keep": "all"}, "keep is 'all'; it must be one of activations, inputs"),
         ({"backend": "cuda"}, "backend is 'cuda'; it must be one of auto, triton, deep_gemm, reference"),
-        ({"compute_dtype": torch.int8}, "compute_dtype is torch.int8; it must be a floating point dtype"),
+        *(
+            ({"compute_dtype": value}, f"compute_dtype is {value!r}; it must be one of torch.bfloat16, ")
+            for value in (torch.int8, torch.complex64, torch.float8_e4m3fn, "bfloat16")
+        ),
     ],
 )
 def test_refuses(change, message):
@@ -116,6 +128,62 @@ def test_refuses(change, message):
     with pytest.raises(ValueError) as caught:
         mega_moe(*tensors, **call)
     assert message in str(caught.value)
+
+
+def run(inputs: list[torch.Tensor]) -> torch.Tensor:
+    return mega_moe(*inputs, num_experts=E, group=None, compute_dtype=torch.float32)
+
+
+def test_second_derivatives_are_refused():
+    inputs = arguments()
+    (dx,) = torch.autograd.grad(run(inputs).square().sum(), inputs[0], create_graph=True)
+    with pytest.raises(NotImplementedError, match="mega_moe has no second derivative: call backward without create"):
+        dx.sum().backward()
+
+
+def test_forward_mode_is_refused_and_no_zero_derivative_comes_back():
+    x, *rest = arguments(requires_grad=False)
+    with pytest.raises(NotImplementedError, match="x has a forward-mode tangent; only backward is implemented"):
+        torch.func.jvp(lambda x: run([x, *rest]), (x,), (x,))
+
+
+def test_autocast_changes_neither_pass():
+    def both(autocast: bool) -> list[torch.Tensor]:
+        inputs = arguments()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            y = run(inputs)
+            y.square().sum().backward()
+        return [y, *(t.grad for t in inputs if t.requires_grad)]
+
+    for plain, under_autocast in zip(both(False), both(True), strict=True):
+        assert torch.equal(plain, under_autocast)
+
+
+@pytest.mark.parametrize("score", [float("nan"), float("inf")])
+def test_a_slot_without_an_expert_adds_nothing_whatever_its_score(score):
+    def both(value: float) -> list[torch.Tensor]:
+        x, ids, scores, *weights = arguments()
+        ids[::2, 1] = -1
+        with torch.no_grad():
+            scores.masked_fill_(ids < 0, value)
+        y = run([x, ids, scores, *weights])
+        y.sum().backward()
+        assert not scores.grad[ids < 0].any()
+        return [y, x.grad, scores.grad, *(w.grad for w in weights)]
+
+    for plain, odd in zip(both(0.0), both(score), strict=True):
+        assert torch.equal(plain, odd)
+
+
+def test_changing_T_compiles_a_fixed_number_of_times():
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    compiled = torch.compile(lambda *inputs: run(list(inputs)), backend=counter, fullgraph=True)
+    for tokens in (5, 6, 7, 9, 33, 2, 10, 8):
+        x, ids, scores, *weights = arguments()
+        repeat = torch.arange(tokens) % T
+        compiled(x.detach()[repeat].requires_grad_(), ids[repeat], scores.detach()[repeat].requires_grad_(), *weights)
+    assert counter.frame_count == 2  # the first T, then any
 
 
 def uneven() -> str:

@@ -66,7 +66,7 @@ def mega_moe(
         ValueError: a shape, dtype, device or option that does not fit, before any communication.
         RuntimeError: the backend asked for cannot run here; the message says why.
     """
-    if not isinstance(group, ProcessGroup | str | None):
+    if group is not None and not isinstance(group, str) and not hasattr(group, "group_name"):
         raise ValueError(f"mega_moe: group is {group!r}; it must be a process group, its name or None")
     group_name = group if isinstance(group, str) else "" if group is None else group.group_name
     _check_tensors(x_TD, topk_expert_ids_TK, topk_scores_TK, w1_eFD, w2_eDF, w3_eFD)

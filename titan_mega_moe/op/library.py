@@ -31,7 +31,8 @@ def mega_moe(
     keep: str,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     call = Call(num_experts, group, compute_dtype, keep)
-    return load(backend).forward(call, x, ids, scores, w1, w2, w3)
+    with torch.autocast(x.device.type, enabled=False):  # compute_dtype alone says how operands are rounded
+        return load(backend).forward(call, x, ids, scores, w1, w2, w3)
 
 
 @mega_moe.register_fake
@@ -73,7 +74,8 @@ def mega_moe_backward(
     keep: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     call = Call(num_experts, group, compute_dtype, keep)
-    return load(backend).backward(call, dy, x, ids, scores, w1, w2, w3, saved)
+    with torch.autocast(x.device.type, enabled=False):
+        return load(backend).backward(call, dy, x, ids, scores, w1, w2, w3, saved)
 
 
 @mega_moe_backward.register_fake
@@ -94,6 +96,16 @@ def _(
 ) -> tuple[torch.Tensor, ...]:
     # new_empty, not empty_like: gradients are contiguous whatever the strides of the inputs.
     return tuple(t.new_empty(t.shape) for t in (x, scores, w1, w2, w3))
+
+
+def _no_second_derivative(ctx: Any, *grads: torch.Tensor | None) -> tuple:
+    raise NotImplementedError(
+        "mega_moe has no second derivative: call backward without create_graph=True, "
+        "or detach its gradients before using them in a loss"
+    )
+
+
+mega_moe_backward.register_autograd(_no_second_derivative)
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: tuple[torch.Tensor, list[torch.Tensor]]) -> None:

@@ -110,7 +110,8 @@ class Reference:
             h = F.silu(x @ w1.T) * (x @ w3.T)
             o_RD[r] = _operand(call, h) @ w2.T
         o_TKD = routing.to_slots(routing.combine(o_RD), T, K)
-        y_TD = (o_TKD * scores_TK.unsqueeze(-1)).sum(1)
+        # A slot without an expert adds nothing, whatever its score is.
+        y_TD = (o_TKD * scores_TK.masked_fill(ids_TK < 0, 0).unsqueeze(-1)).sum(1)
         return y_TD.to(x_TD.dtype), []
 
     def backward(
