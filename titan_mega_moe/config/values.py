@@ -23,7 +23,7 @@ from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.tools import filesystem
 
 from titan_mega_moe import data
-from titan_mega_moe.config import schema
+from titan_mega_moe.config import resume, schema
 from titan_mega_moe.config.run_config import RunConfig
 from titan_mega_moe.config.source import Key, KeyProblem, nearest
 from titan_mega_moe.op import backends
@@ -143,7 +143,7 @@ def check_world(config: RunConfig, world_size: int) -> None:
     source = checkpoint.initial_load_path
     if source and not filesystem.is_remote(source) and not os.path.isdir(source):
         raise KeyProblem(("checkpoint", "initial_load_path"), f"{source!r} is no folder")
-    _check_resume(config)
+    resume.check(config.checkpoint, config.dump_folder)
     _check_tokenizer(config)
     for key, loader in _loaders(config):
         if isinstance(loader, HuggingFaceTextDataLoader.Config) and (
@@ -178,18 +178,6 @@ def _check_overrides(config: RunConfig) -> None:
         raise KeyProblem(("override", "imports"), schema.sentence(error)) from None
 
 
-def _check_resume(config: RunConfig) -> None:
-    checkpoint = config.checkpoint
-    folder = os.path.join(config.dump_folder, checkpoint.folder)
-    if not checkpoint.enable or filesystem.is_remote(folder):
-        return
-    if os.path.exists(folder) and not os.path.isdir(folder):
-        raise KeyProblem(("checkpoint", "folder"), f"{folder!r} is there and is no folder")
-    step = checkpoint.load_step
-    if step != -1 and not os.path.isdir(os.path.join(folder, f"step-{step}")):
-        raise KeyProblem(("checkpoint", "load_step"), f"{folder!r} has no checkpoint of step {step}")
-
-
 def _check_tokenizer(config: RunConfig) -> None:
     assert config.model_spec is not None
     known = config_utils.decoder_vocab_size(config.model_spec)
@@ -211,9 +199,7 @@ def _check_tokenizer(config: RunConfig) -> None:
     else:
         return
     if tokens > known:
-        raise KeyProblem(
-            key, f"a tokenizer of {tokens} tokens is too large for the model, which knows {known}"
-        )
+        raise KeyProblem(key, f"a tokenizer of {tokens} tokens is too large for the model, which knows {known}")
 
 
 def _apply(rule: Rule, value: Any, key: Key) -> None:
@@ -231,11 +217,7 @@ def _check_optimizer(config: RunConfig) -> None:
         for name, rule in OPTIMIZER.items():
             value = group.optimizer_kwargs.get(name)
             # A shorthand key is written [optimizer] lr; a sole catch-all group is reported that way.
-            at = (
-                ("optimizer", name)
-                if len(config.optimizer.param_groups) == 1
-                else (*key, "optimizer_kwargs", name)
-            )
+            at = ("optimizer", name) if len(config.optimizer.param_groups) == 1 else (*key, "optimizer_kwargs", name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
                 raise KeyProblem(at, f"expected a number, got {value!r}")
             _apply(rule, value, at)
@@ -262,15 +244,11 @@ def _check_loader(loader: Any, key: Key) -> None:
     if isinstance(loader, HuggingFaceTextDataLoader.Config) and loader.dataset.lower() not in DATASETS:
         near = nearest(loader.dataset, list(DATASETS))
         known = ", ".join(map(repr, DATASETS))
-        raise KeyProblem(
-            (*key, "dataset"), f"unknown dataset {loader.dataset!r}{near or f'; known: {known}'}"
-        )
+        raise KeyProblem((*key, "dataset"), f"unknown dataset {loader.dataset!r}{near or f'; known: {known}'}")
     if isinstance(loader, ParallelAwareDataloader.Config) and not loader.num_workers:
         for name in ("persistent_workers", "prefetch_factor"):
             if getattr(loader, name):
-                raise KeyProblem(
-                    (*key, name), "has no effect with num_workers = 0: set num_workers or take it out"
-                )
+                raise KeyProblem((*key, name), "has no effect with num_workers = 0: set num_workers or take it out")
 
 
 def _check_loss(config: RunConfig) -> None:
@@ -278,9 +256,7 @@ def _check_loss(config: RunConfig) -> None:
     if not isinstance(loss, ChunkedLossWrapper.Config):
         return
     if isinstance(loss.loss_fn, ChunkedLossWrapper.Config):
-        raise KeyProblem(
-            ("loss", "loss_fn", "type"), "a chunked loss cannot hold another: use 'CrossEntropyLoss'"
-        )
+        raise KeyProblem(("loss", "loss_fn", "type"), "a chunked loss cannot hold another: use 'CrossEntropyLoss'")
     local = config.training.seq_len // config.parallelism.context_parallel_degree
     if local % loss.num_chunks:
         text = f"{loss.num_chunks} does not divide the local sequence length {local}"
@@ -303,10 +279,7 @@ def _check_compile(config: RunConfig) -> None:
 
 def _check_schedules(config: RunConfig) -> None:
     p, profiler = config.parallelism, config.profiler
-    if (
-        profiler.enable_profiling
-        and profiler.profile_freq < profiler.profiler_warmup + profiler.profiler_active
-    ):
+    if profiler.enable_profiling and profiler.profile_freq < profiler.profiler_warmup + profiler.profiler_active:
         text = f"{profiler.profile_freq} is less than profiler_warmup + profiler_active"
         raise KeyProblem(("profiler", "profile_freq"), text)
     try:
