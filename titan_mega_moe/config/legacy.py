@@ -8,9 +8,10 @@ it, or refused when it asks for what cannot be done (`REFUSED`, and the rules th
 from collections.abc import Callable
 from typing import Any
 
-from titan_mega_moe.config.source import Key, KeyProblem, Table, nearest, spell
+from titan_mega_moe.config.source import KeyProblem, Table, nearest, spell
 
-Flat = dict[Key, Any]
+Path = tuple[str, ...]  # a flat table's key: no place in a list
+Flat = dict[Path, Any]
 
 # Sections that torchtitan 0.3 has not, under this name.
 SECTIONS = {"job", "profiling", "validation", "quantize", "float8", "mx"}
@@ -209,7 +210,7 @@ def convert(table: Table) -> tuple[Table, list[str]]:
     return _nest(new), notes
 
 
-def _move(key: Key, to: Key, value: Any, flat: Flat, new: Flat) -> None:
+def _move(key: Path, to: Path, value: Any, flat: Flat, new: Flat) -> None:
     other = new.get(to, flat.get(to, value))
     if other != value:
         text = f"{value!r} stands beside {spell(to)} = {other!r}, which took its place: keep one of them"
@@ -267,7 +268,7 @@ def _checkpoint_mode(new: Flat, notes: list[str]) -> None:
             notes.append(f"{spell(key)}: dropped: it has no effect with mode = {mode!r}")
 
 
-def _flatten(table: Table, prefix: tuple[str, ...] = ()) -> Flat:
+def _flatten(table: Table, prefix: Path = ()) -> Flat:
     flat: Flat = {}
     for name, value in table.items():
         key = (*prefix, name)

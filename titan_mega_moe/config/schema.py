@@ -79,9 +79,9 @@ def structure(hint: Any, value: Any, key: Key, default: Any = MISSING) -> Any:
         return float(value)
     # bool is an int to Python and never one to a person.
     if isinstance(hint, type) and origin is None and type(value) is hint:
-        if hint is int and not -(2**63) <= value < 2**63:
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
             raise KeyProblem(key, f"expected an integer of at most 64 bits, got {value}")
-        if hint is str and "\0" in value:
+        if isinstance(value, str) and "\0" in value:
             raise KeyProblem(key, f"expected a string without NUL characters, got {value!r}")
         return value
     raise KeyProblem(key, f"expected {describe(hint)}, got {value!r}")
