@@ -125,10 +125,10 @@ PREPARE = reference.Reference.prepare
 @pytest.mark.parametrize(
     "world, parallelism, options, expected",
     [
-        (1, {"spmd_backend": "partial_dtensor"}, {}, (64, 32, "")),
-        (2, {"expert_parallel_degree": 2}, {}, (64, 32, None)),
+        (1, {"spmd_backend": "partial_dtensor"}, {}, (32, 32, "")),
+        (2, {"expert_parallel_degree": 2}, {}, (32, 32, None)),
         (2, {"expert_parallel_degree": 2}, {"max_tokens": 100, "reserved_sms": 4}, (100, 32, None)),
-        (2, {"tensor_parallel_degree": 2}, {}, (64, 16, "")),
+        (2, {"tensor_parallel_degree": 2}, {}, (32, 16, "")),
     ],
 )
 def test_buffers_are_planned_once_for_all_layers(world, parallelism, options, expected):
