@@ -78,6 +78,8 @@ def test_the_report_names_what_was_run(shipped):
     assert report["agrees"] and [run["name"] for run in report["runs"]] == list(SIDES)
     assert report["settings"]["mega_moe backend"] == "reference"
     assert report["settings"]["device"] == "cpu, 2 ranks"
+    assert report["settings"]["command line"] == "-"  # what was typed, not what compare adds
+    assert "MoE layers with backend 'reference'" in (out / "mega_moe" / "train.log").read_text()
     memory = max(m["memory/max_reserved(GiB)"] for rank in range(2) for m in records(out / "mega_moe", rank))
     assert report["runs"][0]["summary"]["memory_gib"] == memory
     assert (out / "report.md").read_text().startswith("# mega_moe beside upstream")
@@ -88,8 +90,11 @@ SMALL = ("--model.layers", "1", "--training.local_batch_size", "1", "--training.
 
 @pytest.mark.timeout(600)
 def test_losses_further_apart_than_the_tolerance_end_with_1(tmp_path):
-    done = compare(CONFIG, "--steps", 2, "--tolerance", "1e-15", "--out", tmp_path, *SMALL)
+    narrow = {"COLUMNS": "60"}
+    done = compare(CONFIG, "--steps", 2, "--tolerance", "1e-15", "--out", tmp_path, *SMALL, env=narrow)
     assert done.returncode == 1, done.stdout + done.stderr
+    # Sentences and paths are in one piece however narrow the terminal is.
+    assert f"report: {tmp_path / 'report.md'}, {tmp_path / 'report.json'}\n" in done.stdout
     assert "losses differ from upstream's by" in done.stdout
     assert "more than the tolerance of 1.0e-15" in done.stdout
 

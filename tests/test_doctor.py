@@ -108,6 +108,11 @@ def test_bad_arguments(args, expected):
         doctor.main(args)
 
 
+def test_the_number_of_ranks_may_follow_an_equals_sign():
+    assert doctor._parse(["run.toml", "--world-size=4", "--model.layers=2"]) == ("run.toml", ["--model.layers=2"], 4)
+    assert doctor._parse(["run.toml", "--world-size", "4"]) == ("run.toml", [], 4)
+
+
 def test_bad_file_is_exit_code_2(tmp_path):
     (tmp_path / "bad.toml").write_text("[training]\nstepz = 3\n")
     code, output = run(tmp_path, str(tmp_path / "bad.toml"))

@@ -1,5 +1,6 @@
 """Refusals, buffers, activation checkpointing and compilation around the layer."""
 
+import logging
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -44,9 +45,7 @@ def test_tokens_per_rank(degrees, tokens):
 
 def attempt(degrees: dict, training: dict, options: dict) -> None:
     """The wrapper on a model of one MoE layer, with an upstream that must not be reached."""
-    spec = model_spec(
-        "qwen3", "debugmodel_moe", layers=1, options=MegaMoEOptions(backend="reference", **options)
-    )
+    spec = model_spec("qwen3", "debugmodel_moe", layers=1, options=MegaMoEOptions(backend="reference", **options))
     with torch.device("meta"):
         model = spec.model.build()
     parallelize.parallelize(
@@ -213,3 +212,10 @@ def compiled(folder: str) -> None:
 
 def test_blocks_compile_with_fullgraph(tmp_path):
     ranks.run(2, compiled, str(tmp_path), timeout=280)
+
+
+def test_what_the_package_says_is_heard_where_torchtitan_is(caplog):
+    """The level of the notes on a configuration, which are always heard, is not the whole package's."""
+    with caplog.at_level("INFO"):
+        logging.getLogger("titan_mega_moe.op.backends").info("chosen")
+    assert "chosen" in caplog.messages

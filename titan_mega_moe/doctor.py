@@ -81,6 +81,9 @@ def main(args: list[str]) -> int:
 def _parse(args: list[str]) -> tuple[str | None, list[str], int | None]:
     """FILE, overrides, ranks."""
     rest, ranks = list(args), None
+    for at, word in enumerate(args):
+        if word.startswith("--world-size="):
+            rest[at : at + 1] = word.split("=", 1)
     if "--world-size" in rest:
         at = rest.index("--world-size")
         word = "".join(rest[at + 1 : at + 2])

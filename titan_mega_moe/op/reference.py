@@ -137,9 +137,7 @@ class Reference:
         start = 0
         for i, rows in enumerate(routing.rows_e):
             r = slice(start, start := start + rows)
-            x, dy, w1, w2, w3 = (
-                _operand(call, t) for t in (x_RD[r], dy_RD[r], w1_eFD[i], w2_eDF[i], w3_eFD[i])
-            )
+            x, dy, w1, w2, w3 = (_operand(call, t) for t in (x_RD[r], dy_RD[r], w1_eFD[i], w2_eDF[i], w3_eFD[i]))
             g, u, s = x @ w1.T, x @ w3.T, s_R1[r]
             sig = torch.sigmoid(g)
             silu = g * sig
@@ -173,9 +171,7 @@ def _check_ids(ids: torch.Tensor, num_experts: int) -> None:
     low, high = (int(v) for v in torch.aminmax(ids))
     if low < -1 or high >= num_experts:
         wrong = low if low < -1 else high
-        raise ValueError(
-            f"mega_moe: expert id {wrong} is outside [-1, {num_experts}); -1 means no expert in that slot"
-        )
+        raise ValueError(f"mega_moe: expert id {wrong} is outside [-1, {num_experts}); -1 means no expert in that slot")
 
 
 BACKEND = Reference()

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import GroupName
 
 from titan_mega_moe.op.backends import BufferPlan, group_of
 
@@ -78,6 +79,7 @@ class SymmBuffer:
     def __init__(self, memories: list[torch.Tensor], rank: int, t_max: int, dim: int, top_k: int, copies: int) -> None:
         self._memories, self.rank, self.ep_size = memories, rank, len(memories)
         self.t_max, self.dim, self.top_k = t_max, dim, top_k
+        self._mapping: object = None  # the peers' memory stays mapped while it lives
         self.regions, self.nbytes = layout(self.ep_size, t_max, dim, top_k, copies)
         device = memories[rank].device
         self.peers = torch.tensor([m.data_ptr() for m in memories], dtype=torch.int64, device=device)
@@ -100,7 +102,7 @@ class SymmBuffer:
         else:
             memories, mapping = _rendezvous(nbytes, plan, group)
         buffer = cls(memories, rank, plan.max_tokens, plan.dim, plan.top_k, copies)
-        buffer._mapping = mapping  # the peers' memory stays mapped while this lives
+        buffer._mapping = mapping
         return buffer
 
     def view(self, name: str, rank: int | None = None) -> torch.Tensor:
@@ -138,9 +140,9 @@ class SymmBuffer:
             )
         what = {ROUTING: "expert ids", DISPATCH: "dispatched rows", COMBINE: "combined sums"}[phase]
         raise RuntimeError(
-            f"mega_moe: rank {self.rank} of the expert-parallel group waited {TIMEOUT_SECONDS} s for the {what} of rank "
-            f"{peer} (call {wanted}, the last that came was {seen}); look at that rank's log for an earlier error, "
-            "and at whether every rank makes the same calls in the same order"
+            f"mega_moe: rank {self.rank} of the expert-parallel group waited {TIMEOUT_SECONDS} s for the {what} of "
+            f"rank {peer} (call {wanted}, the last that came was {seen}); look at that rank's log for an earlier "
+            "error, and at whether every rank makes the same calls in the same order"
         )
 
 
@@ -149,7 +151,7 @@ def _rendezvous(nbytes: int, plan: BufferPlan, group: dist.ProcessGroup) -> tupl
 
     memory = symm_mem.empty(nbytes, dtype=torch.uint8, device=plan.device)
     try:
-        mapping = symm_mem.rendezvous(memory, plan.group_name)
+        mapping = symm_mem.rendezvous(memory, GroupName(plan.group_name))
         memories = [mapping.get_buffer(rank, (nbytes,), torch.uint8) for rank in range(group.size())]
     except RuntimeError as error:
         raise RuntimeError(

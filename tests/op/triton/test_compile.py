@@ -9,7 +9,17 @@ from titan_mega_moe.op.triton import routing
 POINTERS = {"scores": "*fp32", "scores_in": "*fp32", "peers": "*i64"}
 NUMBERS = {"T", "experts", "rank", "t_max", "polls", "blocks", "number"}
 OFFSETS = {"ids_offset", "scores_offset", "tokens_offset", "routed_offset"}
-CONSTANTS = {"EP": 2, "K": 8, "E": 64, "E_PAD": 64, "TILE": 128, "BLOCK": 256, "STEP": 128, "PAD": 64, "COLUMNS_PAD": 1024}
+CONSTANTS = {
+    "EP": 2,
+    "K": 8,
+    "E": 64,
+    "E_PAD": 64,
+    "TILE": 128,
+    "BLOCK": 256,
+    "STEP": 128,
+    "PAD": 64,
+    "COLUMNS_PAD": 1024,
+}
 
 
 def type_of(kernel: str, name: str) -> str:

@@ -17,5 +17,7 @@ def test_errors_and_bits_on_gpus(layers: str) -> None:
     """40 shapes and routings within upstream's own error, and 200 repetitions of one input with the same bits."""
     ranks = min(2, torch.cuda.device_count())
     command = [sys.executable, "-m", "titan_mega_moe", "bench", "--ranks", str(ranks), "--layers", layers]
-    run = subprocess.run([*command, "--checks", "40", "--repeat-bits", "200"], timeout=900, capture_output=True, text=True)
+    run = subprocess.run(
+        [*command, "--checks", "40", "--repeat-bits", "200"], timeout=900, capture_output=True, text=True
+    )
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]

@@ -206,7 +206,8 @@ class FusedBackend:
         """The workspace of the call's group and shapes; made here, once, for a layer that nobody planned."""
         if call.compute_dtype != torch.bfloat16:
             raise ValueError(
-                f'mega_moe: the triton backend computes in bfloat16, not {call.compute_dtype}; set compute_dtype = "bfloat16" '
+                f"mega_moe: the triton backend computes in bfloat16, not {call.compute_dtype}; "
+                'set compute_dtype = "bfloat16" '
                 'or backend = "reference"'
             )
         key = _key(call, x, ids, w1)
@@ -284,7 +285,8 @@ def _launch(work: Workspace, name: str, tables: Tables, *, copy: int = 0, **fiel
         "recv": symm.view("recv")[copy], "landed": symm.view("landed")[copy], "returned": symm.view("returned"),
         "rows": tables.rows, "scores": tables.scores, "tiles": tables.tiles, "num_tiles": tables.num_tiles,
         "expert_rows": tables.expert_rows, "row_of": tables.row_of, "tokens": tables.tokens,
-        "tiles_of": tables.tiles_of, "dscores": work.dscores, "done": scratch.done, "tickets": scratch.tickets, "summed": scratch.summed,
+        "tiles_of": tables.tiles_of, "dscores": work.dscores, "done": scratch.done, "tickets": scratch.tickets,
+        "summed": scratch.summed,
         "epoch": symm.epoch, "error": symm.error, "peers": symm.peers,
         "sums_offset": symm.regions["sums"].offset, "dscores_offset": symm.regions["dscores"].offset,
         "returned_offset": symm.regions["returned"].offset, "timeout_ns": TIMEOUT_SECONDS * 10**9,

@@ -10,6 +10,7 @@ import hashlib
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -48,7 +49,7 @@ class Params(ctypes.Structure):
     ]
 
 
-def _check(result: tuple) -> object:
+def _check(result: tuple) -> Any:
     """The value of a cuda.bindings call; RuntimeError with the call's error name otherwise."""
     error, *values = result
     if int(error) != 0:

@@ -8,13 +8,14 @@ Five kernels, no host synchronisation, no shape that depends on the routing:
     tiles    the tile list, ascending by chunk; the rows that only pad
     place    row -> (source, token), its score, and (source, token, slot) -> row
 
-An entry is one (token, slot). Sources go by ring distance, this rank first: distance d is rank (rank + d) % EP. Rows are
-sorted by expert, distance, token, slot, so the order, and with it every sum's order, is fixed by the routing alone.
-Example, EP=1, two experts, ids [[1, 0], [1, -1], [0, 1]]: expert 0 has the entries 1 and 4, expert 1 has 0, 2 and 5; rows
-0 and 1 hold tokens 0 and 2, rows 128 to 130 tokens 0, 1 and 2; two tiles, (0, 0, 2, 0) and (1, 128, 3, 0).
+An entry is one (token, slot). Sources go by ring distance, this rank first: distance d is rank (rank + d) % EP. Rows
+are sorted by expert, distance, token, slot, so the order, and with it every sum's order, is fixed by the routing alone.
+Example, EP=1, two experts, ids [[1, 0], [1, -1], [0, 1]]: expert 0 has the entries 1 and 4, expert 1 has 0, 2 and 5;
+rows 0 and 1 hold tokens 0 and 2, rows 128 to 130 tokens 0, 1 and 2; two tiles, (0, 0, 2, 0) and (1, 128, 3, 0).
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -74,10 +75,10 @@ class Sizes:
 class Tables:
     """One int32 tensor (so that it is saved for the backward as one) and its parts.
 
-    tiles [R / 128, 4] expert, first row, valid rows, chunk; rows [R] source * t_max + token or -1; scores [R] float32, 0
-    where a row pads; row_of [EP, t_max, K] a row or -1; expert_rows [e, 2] first row and number of rows; tiles_of [EP]
-    tiles of each chunk; tokens [EP] tokens of each rank; num_tiles [1]. Beyond num_tiles and beyond an expert's tiles
-    nothing is defined.
+    tiles [R / 128, 4] expert, first row, valid rows, chunk; rows [R] source * t_max + token or -1; scores [R] float32,
+    0 where a row pads; row_of [EP, t_max, K] a row or -1; expert_rows [e, 2] first row and number of rows; tiles_of
+    [EP] tiles of each chunk; tokens [EP] tokens of each rank; num_tiles [1]. Beyond num_tiles and beyond an expert's
+    tiles nothing is defined.
     """
 
     def __init__(self, words: torch.Tensor, sizes: Sizes) -> None:
@@ -102,7 +103,7 @@ class Scratch:
 
     def __init__(self, sizes: Sizes, device: torch.device) -> None:
         e, ep, all_blocks = sizes.local_experts, sizes.ep_size, sizes.ep_size * sizes.blocks
-        ints = {"dtype": torch.int32, "device": device}
+        ints: dict[str, Any] = {"dtype": torch.int32, "device": device}
         self.arrived = torch.zeros(ep + 1, **ints)  # programs that have published, and columns that have
         # What gemm.cu counts, zero when a call begins: tiles done [EP], tickets [EP], tokens summed [EP, subs].
         self.counters = torch.zeros(ep * (2 + subs_of(sizes.t_max)), **ints)
@@ -135,8 +136,8 @@ def publish(
     ids, scores, T, peers, ids_offset, scores_offset, tokens_offset, routed_offset, arrived, epoch, counters, number,
     error, experts, rank, t_max, EP: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, PAD: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks, EP). Column d serves rank (rank + d) % EP; its last program raises the flag there, and the last column
-    begins the epoch here. T above t_max publishes the number alone, so that every rank can say why it stops."""
+    """Grid (blocks, EP). Column d serves rank (rank + d) % EP; its last program raises the flag there, and the last
+    column begins the epoch here. T above t_max publishes the number alone, so that every rank can say why it stops."""
     d = tl.program_id(1)
     to = (rank + d) % EP
     entries = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -205,8 +206,8 @@ def count(
 
 @triton.jit
 def scan(starts, bounds, counts, blocks, EP: tl.constexpr, COLUMNS_PAD: tl.constexpr):
-    """Grid (e). In place: counts per block -> the block's first place within the expert. bounds[e, d] = rows from sources
-    nearer than d; bounds[e, EP] = counts[e] = all."""
+    """Grid (e). In place: counts per block -> the block's first place within the expert. bounds[e, d] = rows from
+    sources nearer than d; bounds[e, EP] = counts[e] = all."""
     expert = tl.program_id(0)
     columns = tl.arange(0, COLUMNS_PAD)
     mask = columns < EP * blocks

@@ -52,6 +52,10 @@ class Workspace:
     by_row: torch.Tensor
     dgate: torch.Tensor
     dup: torch.Tensor
+    # Only where a backward may have to recompute:
+    gate_up: torch.Tensor
+    scaled_h: torch.Tensor
+    sorted_x: torch.Tensor
 
     def __init__(self, plan: BufferPlan) -> None:
         self.plan, self.sizes = plan, sizes_of(plan)
