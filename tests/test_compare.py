@@ -31,6 +31,10 @@ def records(folder, rank):
     return [json.loads(line) for line in lines]
 
 
+def losses(folder):
+    return [m["loss_metrics/global_avg_loss"] for m in records(folder, 0)]
+
+
 def rows(output):
     """Cells of the step table's body: step, our loss, upstream's, difference, our seconds, upstream's."""
     table = [line for line in output.splitlines() if line.startswith("│")]
@@ -49,7 +53,7 @@ def shipped(tmp_path_factory):
 def test_the_shipped_configuration_learns_and_agrees_with_upstream(shipped):
     done, out = shipped
     assert done.returncode == 0, done.stdout + done.stderr
-    ours, theirs = ([m["loss_metrics/global_avg_loss"] for m in records(out / side, 0)] for side in SIDES)
+    ours, theirs = (losses(out / side) for side in SIDES)
     assert len(ours) == len(theirs) >= 30
     assert ours[0] - ours[-1] >= 1.0
     # Measured: 9e-4 at most.
@@ -93,7 +97,8 @@ def test_losses_further_apart_than_the_tolerance_end_with_1(tmp_path):
     narrow = {"COLUMNS": "60"}
     done = compare(CONFIG, "--steps", 2, "--tolerance", "1e-15", "--out", tmp_path, *SMALL, env=narrow)
     assert done.returncode == 1, done.stdout + done.stderr
-    # Sentences and paths are in one piece however narrow the terminal is.
+    # Numbers, sentences and paths are in one piece however narrow the terminal is.
+    assert "…" not in done.stdout and rows(done.stdout)[-1][1] == f"{losses(tmp_path / 'mega_moe')[-1]:.5f}"
     assert f"report: {tmp_path / 'report.md'}, {tmp_path / 'report.json'}\n" in done.stdout
     assert "losses differ from upstream's by" in done.stdout
     assert "more than the tolerance of 1.0e-15" in done.stdout

@@ -237,6 +237,7 @@ def _settings(resolved: Any, file: str, overrides: list[str]) -> dict[str, Any]:
 
 def _report(runs: list[report.Run], folder: Path, tolerance: float, settings: dict[str, Any], console: Console) -> int:
     ours, *others = runs
+    console = Console(width=max(console.width, 200))  # a table of three sides is cut short at 80 columns
     report.write(folder, ours, others, tolerance, settings)
     if ours.steps:
         console.print(report.step_table(ours, others))
