@@ -14,7 +14,8 @@ torch.set_num_threads(1)
 device.prepare("cuda" if torch.cuda.is_available() else "cpu")
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def _stop_ranks():
+    """Rank processes serve one file's tests: trainings leave gigabytes behind in them."""
     yield
     ranks.stop()
