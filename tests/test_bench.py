@@ -18,8 +18,9 @@ import torch.distributed as dist
 from tests import ranks
 from titan_mega_moe import bench, cli, launch
 from titan_mega_moe.bench import layers, measure, report, routing, suite
-from titan_mega_moe.bench.layers import TENSORS, Shape
+from titan_mega_moe.bench.layers import TENSORS, Shape, make_inputs
 from titan_mega_moe.bench.routing import Place, Routing
+from titan_mega_moe.config import ConfigError
 from titan_mega_moe.op import fastest, reference
 
 SMALL = Shape(T=24, D=64, F=72, E=8, K=3)
@@ -282,10 +283,31 @@ def test_default_checks_fit_any_number_of_ranks():
 def test_the_limit_is_upstreams_error_or_one_rounding():
     want = {name: torch.ones(100, 100) for name in TENSORS} | {"dw3": torch.zeros(10)}
     upstream = dict.fromkeys(TENSORS, 5e-3) | {"dx": 1e-9}
-    limits = measure.limits(upstream, want, measure.Ranks(torch.device("cpu"), None))
+    one = measure.Ranks(torch.device("cpu"), None)
+    inputs = make_inputs(Shape(50, 8, 200, 4, 2), Routing("random"), None, one.device, 0)
+    limits = measure.limits(upstream, want, inputs, one)
     assert limits["out"] == pytest.approx(5e-3 * 1.08)
+    assert limits["dw1"] == pytest.approx(5e-3 * 1.08)
     assert limits["dx"] == pytest.approx(2**-9 * 1.08)
     assert limits["dw3"] == 0
+    # Few rows: their 2 x 2 x 100 roundings are what the 10,000 elements of a weight's gradient have.
+    few = make_inputs(Shape(2, 8, 100, 4, 2), Routing("random"), None, one.device, 0)
+    assert measure.limits(upstream, want, few, one)["dw1"] == pytest.approx(5e-3 * 1.4)
+    assert measure.limits(upstream, want, few, one)["out"] == pytest.approx(5e-3 * 1.08)
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ("--checks 1 --device cpu", "--share-gpus: ranks on a CPU share it anyway"),
+        ("--shapes 64x64x64 --checks 1", "--share-gpus: times of ranks that take turns on a GPU mean nothing"),
+        ("--checks 1 --layers triton,alltoall", "--share-gpus: alltoall needs a GPU for each rank"),
+    ],
+)
+def test_what_ranks_that_share_gpus_cannot_do(words, said, monkeypatch):
+    monkeypatch.setattr(bench, "_device_kind", lambda options: options.device or "cuda")
+    with pytest.raises(ConfigError, match=said):
+        bench.main(["--share-gpus", "--ranks", "2", *words.split()])
 
 
 # --- what is said

@@ -57,13 +57,18 @@ def main(args: list[str]) -> int:
     kind = _device_kind(options)
     under_torchrun = "RANK" in os.environ
     ranks = int(os.environ["WORLD_SIZE"]) if under_torchrun else options.ranks or _default_ranks(kind)
-    if kind == "cuda" and not under_torchrun and ranks > torch.cuda.device_count():
-        visible = torch.cuda.device_count()
-        raise ConfigError(f"--ranks {ranks} needs as many GPUs and {visible} are visible: give fewer")
     plan = _plan(options, overrides, kind, ranks)
+    if options.share_gpus:
+        _check_shared(plan, kind)
+    elif kind == "cuda" and not under_torchrun and ranks > torch.cuda.device_count():
+        visible = torch.cuda.device_count()
+        raise ConfigError(
+            f"--ranks {ranks} needs as many GPUs and {visible} are visible: give fewer, "
+            "or --share-gpus for checks alone"
+        )
     baseline = _read_baseline(options.baseline)
     if under_torchrun:
-        result = _measure(plan, kind, ranks)
+        result = _measure(plan, kind, ranks, options.share_gpus)
         if os.environ["RANK"] != "0":
             return 0
         if options.raw is not None:
@@ -104,6 +109,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--layers", metavar="A,B", help=f"what to compare, see below ({LAYERS['cuda']})")
     add("--ranks", type=_at_least(1), metavar="N", help="ranks to start (one per GPU; 2 on a CPU)")
     add("--device", choices=("cuda", "cpu"), help="(cuda where there is a GPU)")
+    add(
+        "--share-gpus", action="store_true",
+        help="more ranks than GPUs, by turns: for --checks and --repeat-bits at sizes of a group that is not at hand",
+    )  # fmt: skip
     add(
         "--checks", type=_at_least(1), nargs="?", const=CHECKS, default=0, metavar="N",
         help=f"errors of N ({CHECKS}) small shapes and routings; without --shapes or FILE nothing is timed",
@@ -166,7 +175,7 @@ def _plan(options: argparse.Namespace, overrides: list[str], kind: str, ranks: i
         for r in routings:
             if (reason := r.refusal(shape.T, shape.E, shape.K, ranks)) is not None:
                 raise ConfigError(f"--routing {r}: {reason}")
-    layers = list(dict.fromkeys((options.layers or LAYERS[kind]).split(",")))
+    layers = list(dict.fromkeys((options.layers or ("triton" if options.share_gpus else LAYERS[kind])).split(",")))
     for name in layers:
         backend, _, keep = name.partition(":")
         ours = backend in backends.NAMES[1:] and keep in ("", *backends.KEEP)
@@ -175,6 +184,17 @@ def _plan(options: argparse.Namespace, overrides: list[str], kind: str, ranks: i
             raise ConfigError(f"--layers {name}: not a layer; known: {known}")
     protocol = Protocol(options.warmups, options.timed, options.bursts, options.sustained)
     return suite.Plan(shapes, routings, layers, options.checks, options.repeat_bits, options.seed, protocol)
+
+
+def _check_shared(plan: suite.Plan, kind: str) -> None:
+    if kind != "cuda":
+        raise ConfigError("--share-gpus: ranks on a CPU share it anyway: leave it out")
+    if plan.shapes:
+        raise ConfigError(
+            "--share-gpus: times of ranks that take turns on a GPU mean nothing: give only --checks or --repeat-bits"
+        )
+    if others := [name for name in plan.layers if name in DISPATCHERS]:
+        raise ConfigError(f"--share-gpus: {others[0]} needs a GPU for each rank: give --layers triton")
 
 
 def _shape(word: str, E: int, K: int) -> Shape:
@@ -238,17 +258,18 @@ def _launched(args: list[str], ranks: int) -> dict[str, Any] | int:
     return result
 
 
-def _measure(plan: suite.Plan, kind: str, size: int) -> dict[str, Any]:
+def _measure(plan: suite.Plan, kind: str, size: int, shared: bool) -> dict[str, Any]:
     """On every rank: make the process group, run the plan."""
-    here = torch.device("cpu")
+    here, backend = torch.device("cpu"), "gloo"
     if kind == "cuda":
-        here = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        here = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         torch.cuda.set_device(here)
-    dist.init_process_group(
-        "gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl",
-        timeout=timedelta(minutes=5),
-        device_id=here if kind == "cuda" else None,
-    )
+        if shared:  # NCCL takes one rank a GPU, and symmetric memory more only when told
+            os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+        else:
+            backend = "cpu:gloo,cuda:nccl"
+    bound = here if "nccl" in backend else None
+    dist.init_process_group(backend, timeout=timedelta(minutes=5), device_id=bound)
     # As torchtitan does when it makes the group: recomputation in a backward reads thread-local state.
     torch.autograd.set_multithreading_enabled(False)
     start = time.perf_counter()
@@ -267,6 +288,7 @@ def _machine(here: torch.device, size: int) -> dict[str, Any]:
     return {
         "device": torch.cuda.get_device_name(here) if cuda else "CPU",
         "ranks": size,
+        "ranks per GPU": -(-size // torch.cuda.device_count()) if cuda else None,
         "titan_mega_moe": __version__,
         "torch": torch.__version__,
         "triton": _version("triton"),

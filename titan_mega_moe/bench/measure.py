@@ -196,13 +196,20 @@ def errors(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], ranks: R
     return {name: math.sqrt(off / (norm or 1.0)) for name, off, norm in pairs}
 
 
-def limits(upstream: dict[str, float] | None, want: dict[str, torch.Tensor], ranks: Ranks) -> dict[str, float]:
+def limits(
+    upstream: dict[str, float] | None, want: dict[str, torch.Tensor], inputs: Inputs, ranks: Ranks
+) -> dict[str, float]:
     """The error that each tensor may have: that of upstream's bf16 layer, or one rounding if larger.
 
     The error of n elements is itself a random number, known to about 1/sqrt(n): eight of that are allowed.
+    A weight's gradient has no more independent roundings than there are gradients of g, u and h: rows x F.
     Where upstream's layer cannot run, twice the rounding stands in. An exact zero must be zero.
     """
-    numbers = [f(want[n]) for n in TENSORS for f in (lambda t: float(t.numel()), lambda t: float(t.any()))]
+    rounded = float((inputs.ids_TK >= 0).sum()) * inputs.shape.F
+    numbers = []
+    for name in TENSORS:
+        size = float(want[name].numel())
+        numbers += [min(size, rounded) if name.startswith("dw") else size, float(want[name].any())]
     counts = ranks.reduce(numbers)
     return {
         name: max(upstream[name] if upstream else 2 * BF16_ROUNDING, BF16_ROUNDING) * (1 + 8 / math.sqrt(n))

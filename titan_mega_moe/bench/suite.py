@@ -145,7 +145,7 @@ def _errors(layers: list[Layer], make: Callable[[], Inputs], ranks: Ranks) -> di
         if one.name in DISPATCHERS:
             found[one.name] = {"errors": measure.errors(one.bind(inputs).results(), want, ranks)}
     upstream = found["alltoall"]["errors"] if "alltoall" in found else _upstream_errors(inputs, want, ranks)
-    limits = measure.limits(upstream, want, ranks)
+    limits = measure.limits(upstream, want, inputs, ranks)
     for one in layers:
         if one.name not in DISPATCHERS:
             bound = one.bind(inputs)

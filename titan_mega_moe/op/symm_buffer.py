@@ -80,6 +80,7 @@ class SymmBuffer:
         self._memories, self.rank, self.ep_size = memories, rank, len(memories)
         self.t_max, self.dim, self.top_k = t_max, dim, top_k
         self._mapping: object = None  # the peers' memory stays mapped while it lives
+        self.shares_gpu = False  # whether ranks of the group take turns on a GPU
         self.regions, self.nbytes = layout(self.ep_size, t_max, dim, top_k, copies)
         device = memories[rank].device
         self.peers = torch.tensor([m.data_ptr() for m in memories], dtype=torch.int64, device=device)
@@ -103,6 +104,10 @@ class SymmBuffer:
             memories, mapping = _rendezvous(nbytes, plan, group)
         buffer = cls(memories, rank, plan.max_tokens, plan.dim, plan.top_k, copies)
         buffer._mapping = mapping
+        if group is not None and plan.device.type == "cuda":
+            gpus: list[str] = [""] * ep_size
+            dist.all_gather_object(gpus, str(torch.cuda.get_device_properties(plan.device).uuid), group)
+            buffer.shares_gpu = len(set(gpus)) < ep_size
         return buffer
 
     def view(self, name: str, rank: int | None = None) -> torch.Tensor:

@@ -80,7 +80,7 @@ class FusedBackend:
         kept = saved[1:] if call.keep == "activations" else None
         scaled_h = _gate_up(work, tables, x, w1, w3, kept)
         _launch(
-            work, "down", tables, a0=(scaled_h, (128, 64)), b0=(w2, (1, 256, 64)), c0=(work.by_row, (16, 64)),
+            work, "down", tables, a0=(scaled_h, (128, 64)), b0=(w2, (1, 128, 64)), c0=(work.by_row, (16, 64)),
             partial_rows=work.by_row,
         )  # fmt: skip
         y = torch.empty_like(x)
@@ -257,7 +257,10 @@ def _beside(work: Workspace, run) -> torch.cuda.Event:
     work.side.wait_stream(torch.cuda.current_stream(work.plan.device))
     with torch.cuda.stream(work.side):
         run()
-        return work.side.record_event()
+        done = work.side.record_event()
+    if work.symm.shares_gpu:  # copies within a GPU take multiprocessors, which waiting kernels would not leave them
+        torch.cuda.current_stream(work.plan.device).wait_event(done)
+    return done
 
 
 def _gate_up(

@@ -157,7 +157,8 @@ def launch(name: str, params: Params, multiprocessors: int, device: torch.device
     address = (ctypes.addressof(storage) + 63) & ~63
     ctypes.memmove(address, ctypes.byref(params), ctypes.sizeof(Params))
     arguments = (ctypes.c_void_p * 1)(address)
-    blocks, stream = KERNELS[name] * multiprocessors, torch.cuda.current_stream(device).cuda_stream
+    # Clusters of two blocks.
+    blocks, stream = KERNELS[name] * (multiprocessors // 2 * 2), torch.cuda.current_stream(device).cuda_stream
     _check(
         driver.cuLaunchKernel(
             kernel(name, device.index), blocks, 1, 1, THREADS, 1, 1, _shared_bytes(name), stream,

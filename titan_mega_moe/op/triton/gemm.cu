@@ -80,6 +80,19 @@ DEVICE u32 smem_address(const void* p) { return (u32)__cvta_generic_to_shared(p)
 DEVICE int lane_id() { return threadIdx.x & 31; }
 DEVICE void barrier_init(u32 bar, u32 count) { asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count)); }
 DEVICE void barrier_arrive(u32 bar) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory"); }
+// The same barrier in another block of the cluster.
+DEVICE u32 of_block(u32 bar, u32 block) {
+    u32 r;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(bar), "r"(block));
+    return r;
+}
+DEVICE void barrier_arrive_remote(u32 bar) { asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(bar) : "memory"); }
+DEVICE u32 cluster_rank() {
+    u32 r;
+    asm("mov.u32 %0, %cluster_ctarank;" : "=r"(r));
+    return r;
+}
+DEVICE void cluster_sync() { asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory"); }
 DEVICE void barrier_expect(u32 bar, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
 }
@@ -99,6 +112,19 @@ DEVICE void tma_load(const TensorMap& map, u32 dst, u32 bar, int x, int y) {
 DEVICE void tma_load(const TensorMap& map, u32 dst, u32 bar, int x, int y, int z) {
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(dst),
                  "l"(&map), "r"(bar), "r"(x), "r"(y), "r"(z)
+                 : "memory");
+}
+// both: to the same place of both blocks of the cluster, each of which counts the bytes on its own barrier.
+DEVICE void tma_load(const TensorMap& map, u32 dst, u32 bar, int x, int y, int z, bool both) {
+    if (!both) return tma_load(map, dst, bar, x, y, z);
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(dst),
+                 "l"(&map), "r"(bar), "r"(x), "r"(y), "r"(z), "h"((unsigned short)3)
+                 : "memory");
+}
+DEVICE void tma_load(const TensorMap& map, u32 dst, u32 bar, int x, int y, bool both) {
+    if (!both) return tma_load(map, dst, bar, x, y);
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(dst),
+                 "l"(&map), "r"(bar), "r"(x), "r"(y), "h"((unsigned short)3)
                  : "memory");
 }
 DEVICE void bulk_load(u32 dst, const void* src, u32 bytes, u32 bar) {
@@ -233,40 +259,49 @@ struct Shape {
     static constexpr bool DEFERS = !GATHER;
 };
 
-// What one tile multiplies: its expert, first row, columns and number of 64-deep steps.
-struct Tile { int expert, row, valid, chunk, n, m, steps; };  // m: row block of a weight gradient, else the tile's place in the list
+// What one tile multiplies: its expert, first row, columns and number of 64-deep steps; whether both blocks of the cluster
+// take the same B. m: row block of a weight gradient.
+struct Tile { int expert, row, valid, chunk, n, m, steps, same_b; };
 
+// The tiles of a cluster's two blocks: one column block of two neighbours in the tile list, or of two row blocks of one
+// expert's weight gradient. Cluster c takes pairs c, c + clusters, ...
 template <int MODE>
 struct Schedule {
-    int tiles_n, tiles_m, total, count;
+    int tiles_n, tiles_m, total, count, first, stride, half;
     const Params& p;
-    DEVICE Schedule(const Params& params) : p(params) {
+    DEVICE Schedule(const Params& params) : first(blockIdx.x / 2), stride(gridDim.x / 2), half(cluster_rank()), p(params) {
         int width = MODE == GATE_UP || MODE == DOWN_BWD || MODE == DW2 ? p.F : p.D;
         int block = MODE == GATE_UP ? BN / 2 : BN;
         tiles_n = (width + block - 1) / block;
         if (Shape<MODE>::WEIGHT) {
             tiles_m = MODE == DW13 ? 2 * ((p.F + BM - 1) / BM) : (p.D + BM - 1) / BM;
-            total = p.experts * tiles_m * tiles_n;
+            total = p.experts * ((tiles_m + 1) / 2) * tiles_n;
         } else {
             count = *p.num_tiles;
-            total = count * tiles_n;
+            total = (count + 1) / 2 * tiles_n;
         }
     }
     DEVICE Tile operator[](int i) const {
         Tile t;
         t.n = i % tiles_n;
-        int rest = i / tiles_n;
+        const int pair = i / tiles_n;
         t.chunk = 0;
+        t.m = 0;
+        t.same_b = 1;
         if (Shape<MODE>::WEIGHT) {
-            t.m = rest % tiles_m;
-            t.expert = rest / tiles_m;
+            const int pairs = (tiles_m + 1) / 2;
+            t.m = 2 * (pair % pairs) + half;
+            t.expert = pair / pairs;
             t.row = p.expert_rows[2 * t.expert];
             t.valid = p.expert_rows[2 * t.expert + 1];
             t.steps = (t.valid + BK - 1) / BK;
         } else {
-            t.m = Shape<MODE>::DESCENDING ? count - 1 - rest : rest;
-            int4 r = p.tiles[t.m];
+            const bool alone = 2 * pair + 1 >= count;  // the last of an odd number: the second block has no rows
+            const int mine = 2 * pair + (alone ? 0 : half), other = alone ? mine : mine ^ 1;
+            const int4 r = p.tiles[Shape<MODE>::DESCENDING ? count - 1 - mine : mine];
+            t.same_b = r.x == p.tiles[Shape<MODE>::DESCENDING ? count - 1 - other : other].x;
             t.expert = r.x; t.row = r.y; t.valid = r.z; t.chunk = r.w;
+            if (alone && half) t.valid = 0, t.chunk = -1;
             t.steps = (MODE == DOWN ? p.F : MODE == GATE_UP_BWD ? 2 * p.F : p.D) / BK;
         }
         return t;
@@ -306,9 +341,9 @@ DEVICE void produce(const Params& p, u32 smem, const Schedule<MODE>& schedule) {
         for (int j = 0; j < 8; ++j) ids[j] = p.rows[t.row + thread / 8 + 16 * j];
     };
     Tile next{};
-    if (blockIdx.x < schedule.total) next = schedule[blockIdx.x];
-    if (S::GATHER && blockIdx.x < schedule.total) fetch_ids(next);
-    for (int i = blockIdx.x; i < schedule.total; i += gridDim.x) {
+    if (schedule.first < schedule.total) next = schedule[schedule.first];
+    if (S::GATHER && schedule.first < schedule.total) fetch_ids(next);
+    for (int i = schedule.first; i < schedule.total; i += schedule.stride) {
         const Tile t = next;
         const u8* source[8];
         u32 present = 0;
@@ -325,8 +360,8 @@ DEVICE void produce(const Params& p, u32 smem, const Schedule<MODE>& schedule) {
                 present |= (u32)(ids[j] >= 0) << j;
             }
         }
-        if (i + gridDim.x < schedule.total) {
-            next = schedule[i + gridDim.x];
+        if (i + schedule.stride < schedule.total) {
+            next = schedule[i + schedule.stride];
             if (S::GATHER) fetch_ids(next);
         }
         for (int k = 0; k < t.steps; ++k) {
@@ -334,28 +369,34 @@ DEVICE void produce(const Params& p, u32 smem, const Schedule<MODE>& schedule) {
             barrier_wait(empty + 8 * stage, ((it / STAGES) & 1) ^ 1);
             if (thread == 0) {
                 barrier_expect(bar, S::TMA_BYTES);
-                if (MODE == GATE_UP) {
-                    tma_load(p.b0, b, bar, k * BK, t.n * BM, t.expert);
-                    tma_load(p.b1, b + B_BYTES / 2, bar, k * BK, t.n * BM, t.expert);
-                } else if (MODE == DOWN) {
-                    tma_load(p.a0, a, bar, k * BK, t.row);
-                    tma_load(p.b0, b, bar, k * BK, t.n * BN, t.expert);
-                } else if (MODE == DOWN_BWD) {
-#pragma unroll
-                    for (int c = 0; c < 4; ++c) tma_load(p.b0, b + 8192 * c, bar, t.n * BN + 64 * c, k * BK, t.expert);
-                } else if (MODE == GATE_UP_BWD) {
-                    const bool up = k * BK >= p.F;
-                    const int depth = k * BK - (up ? p.F : 0);
-                    tma_load(up ? p.a1 : p.a0, a, bar, depth, t.row);
-#pragma unroll
-                    for (int c = 0; c < 4; ++c) tma_load(up ? p.b1 : p.b0, b + 8192 * c, bar, t.n * BN + 64 * c, depth, t.expert);
-                } else {
-                    const bool up = MODE == DW13 && t.m >= f_tiles;
-                    const int m = (t.m - (up ? f_tiles : 0)) * BM;
+                const bool second = k * BK >= p.F;  // GATE_UP_BWD: du and w3
+                const int depth = k * BK - (second ? p.F : 0);
+                const bool up = MODE == DW13 && t.m >= f_tiles;
+                const int m = (t.m - (up ? f_tiles : 0)) * BM;
+                if (MODE == DOWN) tma_load(p.a0, a, bar, k * BK, t.row);
+                if (MODE == GATE_UP_BWD) tma_load(second ? p.a1 : p.a0, a, bar, depth, t.row);
+                if (S::WEIGHT) {
 #pragma unroll
                     for (int c = 0; c < 2; ++c) tma_load(up ? p.a1 : p.a0, a + 8192 * c, bar, m + 64 * c, t.row + k * BK);
+                }
+                // Half h of B; where both blocks want the same, each fetches one half for both.
+                auto load_b = [&](int h, bool both) {
+                    const u32 dst = b + h * (B_BYTES / 2);
+                    if (MODE == GATE_UP) tma_load(h ? p.b1 : p.b0, dst, bar, k * BK, t.n * BM, t.expert, both);
+                    if (MODE == DOWN) tma_load(p.b0, dst, bar, k * BK, t.n * BN + h * 128, t.expert, both);
 #pragma unroll
-                    for (int c = 0; c < 4; ++c) tma_load(p.b0, b + 8192 * c, bar, t.n * BN + 64 * c, t.row + k * BK);
+                    for (int c = 0; S::B_MN && c < 2; ++c) {
+                        const int column = t.n * BN + h * 128 + 64 * c;
+                        if (MODE == DOWN_BWD) tma_load(p.b0, dst + 8192 * c, bar, column, k * BK, t.expert, both);
+                        if (MODE == GATE_UP_BWD) tma_load(second ? p.b1 : p.b0, dst + 8192 * c, bar, column, depth, t.expert, both);
+                        if (S::WEIGHT) tma_load(p.b0, dst + 8192 * c, bar, column, t.row + k * BK, both);
+                    }
+                };
+                if (t.same_b) {
+                    load_b(schedule.half, true);
+                } else {
+                    load_b(0, false);
+                    load_b(1, false);
                 }
             }
             if (S::GATHER) {
@@ -418,6 +459,7 @@ DEVICE void group_sync(int group) { asm volatile("bar.sync %0, 128;" ::"r"(2 + g
 template <int MODE>
 struct Held {
     u32 words[64];
+    float scores[2];
     int row, n, chunk, expert, m;  // row: the group's first, or -1 if none of its rows is valid
 
     DEVICE void take(const float (&acc)[128]) {
@@ -432,7 +474,6 @@ struct Held {
         if (MODE == GATE_UP) {
             if (C < 2) {
                 const int column = n * BM + C * BOX;
-                const float scores[2] = {p.scores[row + lane_id() / 4], p.scores[row + lane_id() / 4 + 8]};
                 if (column < p.F)
                     writer.box(
                         [&](int j, int h) {
@@ -448,7 +489,6 @@ struct Held {
             }
         } else if (MODE == DOWN_BWD) {
             const int column = n * BN + C * BOX;
-            const float scores[2] = {p.scores[row + lane_id() / 4], p.scores[row + lane_id() / 4 + 8]};
             float sums[2] = {0.f, 0.f};
             if (lane_id() == 0) store_wait_read<0>();
             __syncwarp();
@@ -507,6 +547,11 @@ DEVICE void consume(const Params& p, u32 smem, const Schedule<MODE>& schedule) {
     using S = Shape<MODE>;
     const int group = threadIdx.x / 128 - 1, thread = threadIdx.x % 128, warp = thread / 32, lane = lane_id();
     const u32 full = smem + BARRIERS, empty = full + 8 * STAGES;
+    const u32 peer_empty = of_block(empty, schedule.half ^ 1);  // the other block writes into this one's stages too
+    auto release = [&](u32 stage) {
+        barrier_arrive(empty + 8 * stage);
+        barrier_arrive_remote(peer_empty + 8 * stage);
+    };
     const int f_tiles = (p.F + BM - 1) / BM;
     Writer writer{smem + STAGING + (group * 4 + warp) * 2 * BOX_BYTES, 0};
     u32 it = 0;
@@ -523,19 +568,25 @@ DEVICE void consume(const Params& p, u32 smem, const Schedule<MODE>& schedule) {
         else if (c == 2) held.template step<2>(p, writer, group, f_tiles, 0);
         else if (c == 3) held.template step<3>(p, writer, group, f_tiles, 0);
     };
-    // The held tile's stores are complete: tell the warps that sum its rows.
+    // Once the held tile's stores are complete: tell the warps that sum its rows.
     auto report = [&] {
         if (S::DESCENDING && lane == 0 && held.chunk >= 0) {
             store_wait_all();
             asm volatile("fence.proxy.async;\nred.release.gpu.global.add.u32 [%0], 1;" ::"l"(p.done + held.chunk) : "memory");
         }
+        held.chunk = -1;
     };
     Tile next{};
-    if (blockIdx.x < schedule.total) next = schedule[blockIdx.x];
-    for (int i = blockIdx.x; i < schedule.total; i += gridDim.x) {
+    if (schedule.first < schedule.total) next = schedule[schedule.first];
+    for (int i = schedule.first; i < schedule.total; i += schedule.stride) {
         const Tile t = next;
-        if (i + gridDim.x < schedule.total) next = schedule[i + gridDim.x];
+        if (i + schedule.stride < schedule.total) next = schedule[i + schedule.stride];
         const bool active = S::WEIGHT || t.valid > group * 64;
+        float scores[2];
+        if (S::GATHER) {
+            const float* at = p.scores + t.row + group * 64 + warp * 16 + lane / 4;
+            scores[0] = at[0], scores[1] = at[8];
+        }
         if (active) {
             u32 last = 0;
             if (S::WEIGHT && t.steps == 0) {
@@ -559,12 +610,14 @@ DEVICE void consume(const Params& p, u32 smem, const Schedule<MODE>& schedule) {
                     store_commit();
                 }
                 if (S::DEFERS) step_out(k);
+                // By then the stores are through, and there are products to hide the release behind.
+                if (S::DESCENDING && k == 7) report();
                 if (k > 0) {
                     wgmma_wait<1>();
                     if (thread == 1) {
                         // The last stage may still be read by its sorted store.
                         if (S::GATHER && p.keep) leave ? store_wait_read<1>() : store_wait_read<0>();
-                        barrier_arrive(empty + 8 * last);
+                        release(last);
                     }
                 }
                 last = stage;
@@ -572,14 +625,14 @@ DEVICE void consume(const Params& p, u32 smem, const Schedule<MODE>& schedule) {
             wgmma_wait<0>();
             if (t.steps > 0 && thread == 1) {
                 if (S::GATHER && p.keep) store_wait_read<0>();
-                barrier_arrive(empty + 8 * last);
+                release(last);
             }
         } else {
             for (int k = 0; k < t.steps; ++k) {
                 const u32 stage = it % STAGES;
                 barrier_wait(full + 8 * stage, (it / STAGES) & 1);
                 group_sync(group);  // or a barrier's phase could wrap under a late warp
-                if (thread == 1) barrier_arrive(empty + 8 * stage);
+                if (thread == 1) release(stage);
                 ++it;
                 if (S::DEFERS) step_out(k);
             }
@@ -598,6 +651,7 @@ DEVICE void consume(const Params& p, u32 smem, const Schedule<MODE>& schedule) {
         Held<MODE> now;
         now.row = t.row + group * 64;
         now.n = t.n;
+        now.scores[0] = scores[0], now.scores[1] = scores[1];
         if (active) now.take(acc);
         // DOWN_BWD's steps each take a stage with the kept g and u of 64 columns.
         const int steps_out = MODE == DOWN_BWD ? extra_steps(p, t.n) : 4;
@@ -614,7 +668,7 @@ DEVICE void consume(const Params& p, u32 smem, const Schedule<MODE>& schedule) {
             }
             if (MODE == DOWN_BWD) {
                 group_sync(group);
-                if (thread == 1) barrier_arrive(empty + 8 * stage);
+                if (thread == 1) release(stage);
                 ++it;
             }
         }
@@ -792,12 +846,12 @@ DEVICE void run(const Params& p) {
         *(volatile u32*)(shared + STOP) = 0;
         for (int s = 0; s < STAGES; ++s) {
             barrier_init(full + 8 * s, S::GATHER ? 129 : 1);
-            barrier_init(full + 8 * (STAGES + s), 2);
+            barrier_init(full + 8 * (STAGES + s), 4);
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         fence_async();
     }
-    __syncthreads();
+    cluster_sync();
     const Schedule<MODE> schedule(p);
     if (threadIdx.x < 128) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::PRODUCER_REGISTERS));
@@ -816,10 +870,11 @@ DEVICE void run(const Params& p) {
         consume<MODE>(p, smem, schedule);
         if (threadIdx.x == 128) *(volatile u32*)(shared + STOP) = 1;
     }
+    cluster_sync();  // the other block may still write here
 }
 
 #define KERNEL(name, mode) \
-    extern "C" __global__ void __launch_bounds__(384, 1) name(const __grid_constant__ Params p) { run<mode>(p); }
+    extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) name(const __grid_constant__ Params p) { run<mode>(p); }
 
 KERNEL(gate_up, GATE_UP)
 KERNEL(down, DOWN)
