@@ -117,7 +117,7 @@ def test_train_saves_the_resolved_configuration_and_starts_ranks_from_it(monkeyp
 
 def test_under_torchrun_the_process_is_one_rank(monkeypatch, tmp_path, no_ranks):
     trained = []
-    monkeypatch.setattr(train, "train", lambda resolved: trained.append(resolved))
+    monkeypatch.setattr(train, "train", lambda resolved: trained.append(resolved) or 0)
     for rank in ("1", "0"):
         monkeypatch.setenv("RANK", rank)
         monkeypatch.setenv("LOCAL_RANK", rank)

@@ -5,7 +5,7 @@ import os
 import sys
 import time
 
-from titan_mega_moe import launch
+from titan_mega_moe import launch, slurm, stop
 from titan_mega_moe.config.source import ConfigError
 from titan_mega_moe.version import __version__
 
@@ -23,7 +23,10 @@ COMMANDS = {
 def main(args: list[str] | None = None) -> int:
     """Run one command. Returns its exit code; 2 is bad input, told in one line on stderr."""
     launch.die_with_launcher()
+    task = slurm.become_rank()
     name, *rest = (sys.argv[1:] if args is None else args) or ["--help"]
+    if name == "train" and task:
+        stop.listen()  # before the seconds that importing torch takes
     if name in ("-h", "--help"):
         print(_usage())
         return 0

@@ -76,9 +76,15 @@ def die_with_launcher() -> None:
     launcher = os.environ.pop(_LAUNCHER, None)
     if launcher is None or sys.platform != "linux":
         return
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    end_with_parent()
     if os.getppid() != int(launcher):  # it ended before the line above
         sys.exit(128 + signal.SIGTERM)
+
+
+def end_with_parent() -> None:
+    """Have the kernel send this process SIGTERM when the one that started it ends. Linux; elsewhere nothing."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _failure_text(rank: int, failure: "ProcessFailure", log: Path) -> str:

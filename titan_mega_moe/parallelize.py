@@ -5,6 +5,7 @@ allocate the layer's buffers once.
 from collections.abc import Callable
 from typing import Any
 
+import torch.distributed as dist
 import torch.nn as nn
 from torchtitan.config import ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
@@ -12,6 +13,7 @@ from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import device_type
 
+from titan_mega_moe import hosts
 from titan_mega_moe.activation_checkpoint import save_op
 from titan_mega_moe.op import backends
 from titan_mega_moe.routed_experts import MegaRoutedExperts
@@ -36,6 +38,8 @@ def parallelize(
     for layer in layers:
         _check(layer, tokens, training, parallel_dims)
         layer.max_tokens = layer.max_tokens or tokens
+    if layers and not layers[0].across_hosts:
+        _check_hosts(parallel_dims)
     if layers:
         asked = layers[0].backend  # "auto" on GPUs is settled, and logged, when buffers are allocated
         backend = asked if device_type == "cuda" else backends.require(asked, device_type)
@@ -70,6 +74,15 @@ def tokens_per_rank(training: TrainingConfig, parallelism: ParallelismConfig, pa
             f"context and tensor parallelism that share a sequence; make it a multiple of {shards}"
         )
     return batch * training.seq_len // shards
+
+
+def _check_hosts(parallel_dims: ParallelDims) -> None:
+    mesh = parallel_dims.get_optional_mesh("ep")
+    if mesh is None or dist.get_backend() == "fake":
+        return
+    if (reason := hosts.crossing_reason(mesh.get_group())) is not None:
+        axes = {name: axis.size() for name, axis in parallel_dims.get_all_one_dimensional_meshes().items()}
+        raise ValueError(f"mega_moe: {reason}, in the mesh {axes}; {hosts.remedy()}")
 
 
 def _check(layer: MegaRoutedExperts, tokens: int, training: TrainingConfig, parallel_dims: ParallelDims) -> None:

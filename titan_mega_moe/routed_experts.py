@@ -49,6 +49,9 @@ class MegaMoEOptions:
     reserved_sms: int = 16
     """Multiprocessors of the GPU that deep_gemm leaves to FSDP's collectives."""
 
+    across_hosts: bool = False
+    """Allow an expert-parallel group on several hosts, where one NVLink domain spans them."""
+
     def __post_init__(self) -> None:
         allowed = {
             "backend": (*backends.NAMES, *backends.UPSTREAM),
@@ -77,6 +80,7 @@ class MegaRoutedExperts(Module):
         keep: str
         max_tokens: int | None
         reserved_sms: int
+        across_hosts: bool
         # Upstream's update_from_config looks at every layer's dispatcher; this layer has none.
         token_dispatcher: None = None
 
@@ -90,6 +94,7 @@ class MegaRoutedExperts(Module):
         self.keep = config.keep
         self.max_tokens = config.max_tokens
         self.reserved_sms = config.reserved_sms
+        self.across_hosts = config.across_hosts
         self.dim = config.inner_experts.dim
         self.hidden_dim = config.inner_experts.hidden_dim
         self.group_name = ""

@@ -1,7 +1,7 @@
 """`titan-mega-moe train FILE`: torchtitan's training of the model that a TOML file describes.
 
-Under torchrun (RANK is set) this process is one rank. Otherwise it checks the configuration, saves it in the
-run's dump folder and starts the ranks from there.
+Under torchrun or as a task of srun (RANK is set) this process is one rank. Otherwise it checks the configuration, saves
+it in the run's dump folder and starts the ranks from there: on this machine, or on all nodes of its SLURM allocation.
 """
 
 import os
@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titan_mega_moe import config, device
+from titan_mega_moe import config, device, slurm
 from titan_mega_moe.config import ConfigError
 from titan_mega_moe.launch import launch
 
@@ -48,17 +48,21 @@ def main(args: list[str]) -> int:
     config.check_world(resolved, ranks, path)
     saved = Path(resolved.dump_folder) / "config.toml"
     if not under_torchrun:
+        if slurm.allocated() and (reason := slurm.crossing_reason(resolved, ranks)) is not None:
+            raise ConfigError(f"{path}: [parallelism] expert_parallel_degree: {reason}")
         save(resolved, saved)
-        return launch(["-m", "titan_mega_moe", "train", str(saved)], ranks, saved.with_name("ranks"))
+        start = slurm.launch if slurm.allocated() else launch
+        return start(["-m", "titan_mega_moe", "train", str(saved)], ranks, saved.with_name("ranks"))
     if os.environ["RANK"] == "0" and Path(path).absolute() != saved.absolute():
         save(resolved, saved)
-    train(resolved)
-    return 0
+    return train(resolved)
 
 
 def prepare_device(path: str | Path, overrides: list[str]) -> None:
     """Prepare this process for the device that the file asks for; ConfigError if it cannot be."""
     kind = config.device_kind(path, overrides)
+    if kind == "cuda" and slurm.allocated():
+        return  # the ranks do: a login node that holds an allocation has no GPU
     try:
         device.prepare(kind)
     except RuntimeError as error:
@@ -68,6 +72,11 @@ def prepare_device(path: str | Path, overrides: list[str]) -> None:
 
 def rank_count(resolved: "RunConfig", path: str | Path) -> int:
     """How many ranks to start here: [device] ranks, else one per GPU, or what the parallel degrees need."""
+    if slurm.allocated():
+        try:
+            return slurm.rank_count(resolved)
+        except ValueError as error:
+            raise ConfigError(f"{path}: [device] ranks: {error}") from None
     if resolved.device.kind == "cpu":
         return resolved.ranks()
     import torch
@@ -90,15 +99,20 @@ def save(resolved: "RunConfig", path: Path) -> None:
         raise ConfigError(f"dump_folder: {str(path.parent)!r} cannot be written: {error.strerror}") from None
 
 
-def train(resolved: "RunConfig") -> None:
-    """Train on this rank, as torchtitan's own train.py does, and leave no process group behind."""
+def train(resolved: "RunConfig") -> int:
+    """Train on this rank, as torchtitan's own train.py does, and leave no process group behind.
+
+    Returns the exit code: 0, or the trainer's if a signal stopped it.
+    """
     import torch
     from torch.distributed.elastic.multiprocessing.errors import record
     from torchtitan.observability import structured_logger as sl
     from torchtitan.tools.logging import logger
 
+    from titan_mega_moe.trainer import StoppableTrainer
+
     @record
-    def run() -> None:
+    def run() -> int:
         sl.init_structured_logger(
             source="training",
             output_dir=resolved.dump_folder,
@@ -106,8 +120,8 @@ def train(resolved: "RunConfig") -> None:
         )
         if resolved.comm.mode == "local_tensor":
             logger.info("Local tensor mode: nothing is trained")
-            return
-        trainer = resolved.build()
+            return 0
+        trainer = StoppableTrainer(resolved)
         try:
             if resolved.checkpoint.create_seed_checkpoint:
                 trainer.checkpointer.save(curr_step=0, last_step=True)
@@ -116,6 +130,9 @@ def train(resolved: "RunConfig") -> None:
         finally:
             trainer.close()
         if torch.distributed.is_initialized():
+            if trainer.exit_code != 0:
+                torch.distributed.barrier()  # srun ends the others when the first one ends with such a code
             torch.distributed.destroy_process_group()
+        return trainer.exit_code
 
-    run()
+    return run() or 0
