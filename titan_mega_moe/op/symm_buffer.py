@@ -79,6 +79,7 @@ class SymmBuffer:
     def __init__(self, memories: list[torch.Tensor], rank: int, t_max: int, dim: int, top_k: int, copies: int) -> None:
         self._memories, self.rank, self.ep_size = memories, rank, len(memories)
         self.t_max, self.dim, self.top_k = t_max, dim, top_k
+        self._views: dict[tuple[str, int], torch.Tensor] = {}
         self._mapping: object = None  # the peers' memory stays mapped while it lives
         self.shares_gpu = False  # whether ranks of the group take turns on a GPU
         self.regions, self.nbytes = layout(self.ep_size, t_max, dim, top_k, copies)
@@ -112,9 +113,12 @@ class SymmBuffer:
 
     def view(self, name: str, rank: int | None = None) -> torch.Tensor:
         """A region of a rank's buffer (this rank's by default) in its shape."""
-        region = self.regions[name]
-        memory = self._memories[self.rank if rank is None else rank]
-        return memory[region.offset : region.offset + region.nbytes].view(region.dtype).view(region.shape)
+        key = name, self.rank if rank is None else rank
+        if key not in self._views:  # kept, as every call asks for several
+            region, memory = self.regions[name], self._memories[key[1]]
+            bytes_ = memory[region.offset : region.offset + region.nbytes]
+            self._views[key] = bytes_.view(region.dtype).view(region.shape)
+        return self._views[key]
 
     def send(self, rows_TD: torch.Tensor, copy: int) -> None:
         """Copies this rank's rows to every peer, nearest writer first, each followed by its flag.

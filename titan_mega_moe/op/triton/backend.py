@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from titan_mega_moe.op.backends import BufferPlan, Call, group_of
-from titan_mega_moe.op.symm_buffer import TIMEOUT_SECONDS
+from titan_mega_moe.op.symm_buffer import TIMEOUT_SECONDS, copies_of
 from titan_mega_moe.op.triton import cuda, routing
 from titan_mega_moe.op.triton.cuda import Params, tensor_map
 from titan_mega_moe.op.triton.routing import Sizes, Tables
@@ -176,7 +176,8 @@ class FusedBackend:
             keep = "inputs" if "inputs" in (plan.keep, have.plan.keep) else plan.keep
             plan = replace(plan, max_tokens=max(plan.max_tokens, have.plan.max_tokens), keep=keep)
         _check_plan(plan)
-        self._workspaces[key] = Workspace(plan)
+        work = self._workspaces[key] = Workspace(plan)
+        work.constants = [_constants(work, copy) for copy in range(copies_of(plan.keep))]
         self._compile(plan)
 
     def buffer_bytes(self, plan: BufferPlan) -> int | None:
@@ -280,29 +281,42 @@ def _gate_up(
     return scaled_h
 
 
-def _launch(work: Workspace, name: str, tables: Tables, *, copy: int = 0, **fields) -> None:
-    """Fills a kernel's Params and runs it. A field is a tensor (its address), (tensor, box) or a number."""
+def _constants(work: Workspace, copy: int) -> Params:
+    """What a kernel is told whatever the call: `copy` is the receive copy it gathers from."""
     symm, scratch, plan, sizes = work.symm, work.scratch, work.plan, work.sizes
     params = Params()
-    everywhere = {
-        "recv": symm.view("recv")[copy], "landed": symm.view("landed")[copy], "returned": symm.view("returned"),
-        "rows": tables.rows, "scores": tables.scores, "tiles": tables.tiles, "num_tiles": tables.num_tiles,
-        "expert_rows": tables.expert_rows, "row_of": tables.row_of, "tokens": tables.tokens,
-        "tiles_of": tables.tiles_of, "dscores": work.dscores, "done": scratch.done, "tickets": scratch.tickets,
-        "summed": scratch.summed,
-        "epoch": symm.epoch, "error": symm.error, "peers": symm.peers,
-        "sums_offset": symm.regions["sums"].offset, "dscores_offset": symm.regions["dscores"].offset,
-        "returned_offset": symm.regions["returned"].offset, "timeout_ns": TIMEOUT_SECONDS * 10**9,
-        "D": plan.dim, "F": plan.hidden_dim, "experts": sizes.local_experts, "rank": symm.rank, "t_max": symm.t_max,
-        "ep_size": sizes.ep_size, "top_k": plan.top_k, "max_rows": sizes.rows, "subs": symm.view("returned").shape[1],
-    }  # fmt: skip
-    for field, value in (everywhere | fields).items():
+    _fill(
+        params,
+        recv=symm.view("recv")[copy], landed=symm.view("landed")[copy], returned=symm.view("returned"),
+        dscores=work.dscores, done=scratch.done, tickets=scratch.tickets, summed=scratch.summed,
+        epoch=symm.epoch, error=symm.error, peers=symm.peers,
+        sums_offset=symm.regions["sums"].offset, dscores_offset=symm.regions["dscores"].offset,
+        returned_offset=symm.regions["returned"].offset, timeout_ns=TIMEOUT_SECONDS * 10**9,
+        D=plan.dim, F=plan.hidden_dim, experts=sizes.local_experts, rank=symm.rank, t_max=symm.t_max,
+        ep_size=sizes.ep_size, top_k=plan.top_k, max_rows=sizes.rows, subs=symm.view("returned").shape[1],
+    )  # fmt: skip
+    return params
+
+
+def _fill(params: Params, **fields) -> None:
+    """A field is a tensor (its address), (tensor, box) or a number."""
+    for field, value in fields.items():
         if isinstance(value, tuple):
             value = tensor_map(*value)
         elif isinstance(value, torch.Tensor):
             value = value.data_ptr()
         setattr(params, field, value)
-    cuda.launch(name, params, work.multiprocessors, plan.device)
+
+
+def _launch(work: Workspace, name: str, tables: Tables, *, copy: int = 0, **fields) -> None:
+    """Runs a kernel on the routing of `tables` and the fields of this call."""
+    # A copy of what never changes: small layers would wait for the host if every launch put it together.
+    params = Params.from_buffer_copy(work.constants[copy])
+    _fill(
+        params, rows=tables.rows, scores=tables.scores, tiles=tables.tiles, num_tiles=tables.num_tiles,
+        expert_rows=tables.expert_rows, row_of=tables.row_of, tokens=tables.tokens, tiles_of=tables.tiles_of, **fields,
+    )  # fmt: skip
+    cuda.launch(name, params, work.multiprocessors, work.plan.device)
 
 
 BACKEND = FusedBackend()

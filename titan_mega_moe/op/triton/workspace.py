@@ -4,6 +4,7 @@ import torch
 
 from titan_mega_moe.op.backends import BufferPlan, group_size
 from titan_mega_moe.op.symm_buffer import SymmBuffer, copies_of, layout
+from titan_mega_moe.op.triton.cuda import Params
 from titan_mega_moe.op.triton.routing import TILE, Scratch, Sizes
 
 COLUMNS = 128  # of the kept g and u: gemm.cu's tiles of GATE_UP
@@ -56,6 +57,7 @@ class Workspace:
     gate_up: torch.Tensor
     scaled_h: torch.Tensor
     sorted_x: torch.Tensor
+    constants: list[Params]  # of every launch, one for each receive copy; the backend fills them in
 
     def __init__(self, plan: BufferPlan) -> None:
         self.plan, self.sizes = plan, sizes_of(plan)
