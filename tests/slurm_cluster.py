@@ -51,7 +51,10 @@ SlurmdTimeout=10
 SchedulerType=sched/backfill
 SchedulerParameters=sched_interval=1,bf_interval=1,batch_sched_delay=0
 {nodes}
-PartitionName=test Nodes=ALL Default=YES MaxTime=30 State=UP
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=test Nodes=ALL Default=YES MaxTime=30 GraceTime=60 PriorityTier=1
+PartitionName=urgent Nodes=ALL MaxTime=30 PriorityTier=2
 """
 NODE = "NodeName=node{i} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={cpus} State=UNKNOWN"
 
@@ -101,7 +104,10 @@ class Cluster:
 
 @contextmanager
 def start(folder: Path, nodes: int = 2, cpus: int = 8, kill_wait: int = 30) -> Iterator[Cluster]:
-    """A cluster of `nodes` idle nodes, `cpus` CPUs each, whatever this host has. kill_wait: SLURM's KillWait in seconds."""
+    """A cluster of `nodes` idle nodes, `cpus` CPUs each, whatever this host has. kill_wait: SLURM's, in seconds.
+
+    A job in partition "urgent" takes the nodes of one in "test", which is sent SIGTERM and has a minute to end.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "state").mkdir()
     key = folder / "munge.key"

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections import defaultdict, deque
 from contextlib import ExitStack
 from pathlib import Path
@@ -25,11 +26,11 @@ SRUN_ARGS = "TITAN_MEGA_MOE_SRUN_ARGS"
 """Environment variable: more arguments for srun, separated by blanks."""
 
 _TAIL = 20  # lines of a failed rank to show where it left no traceback
+_FORCED = 10  # seconds after a failure in which the other ranks have to be gone
 _PORTS = range(12000, 32000)  # below those that Linux gives to outgoing connections
 _LINE = re.compile(r" *(\d+): ?(.*)")
 _ENDED = re.compile(r"srun: error: (\S+): tasks? (\d+)\S*: (.+)")
 _FAILED = re.compile(r"(\[rank\d+\]: )?rank \d+ of \d+ on \S+ failed:$")  # torch adds its own name of the rank
-_TERMINATING = re.compile(r"srun: .*Terminating StepId=(\S+)")
 
 
 def allocated() -> bool:
@@ -91,7 +92,8 @@ def launch(command: list[str], ranks: int, log_dir: str | Path) -> int:
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     rendezvous = {"MASTER_ADDR": host, "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     srun = ["srun", f"--nodes={nodes}", f"--ntasks={ranks}", f"--ntasks-per-node={per_node}", "--distribution=block"]
-    srun += ["--kill-on-bad-exit=1", "--label", "--input=none"]
+    # _Log ends the ranks that are left when one fails: SLURM's own way of that takes its KillWait, 30 s.
+    srun += ["--kill-on-bad-exit=0", "--label", "--input=none"]
     if cpus := int(os.environ.get("SLURM_CPUS_ON_NODE", "0")) // per_node:
         srun.append(f"--cpus-per-task={cpus}")  # srun's default is one
     if "SLURM_GPUS_ON_NODE" in os.environ:
@@ -107,7 +109,7 @@ def launch(command: list[str], ranks: int, log_dir: str | Path) -> int:
     )
     for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: process.send_signal(number))
-    with _Log(Path(log_dir), per_node) as log:
+    with _Log(Path(log_dir), per_node, process) as log:
         assert process.stdout is not None
         for line in process.stdout:
             log.take(line.rstrip("\n"))
@@ -117,8 +119,8 @@ def launch(command: list[str], ranks: int, log_dir: str | Path) -> int:
 class _Log:
     """What the ranks print, by node; what of it the job's own log shows; who failed first."""
 
-    def __init__(self, folder: Path, per_node: int) -> None:
-        self._folder, self._per_node = folder, per_node
+    def __init__(self, folder: Path, per_node: int, srun: subprocess.Popen[str]) -> None:
+        self._folder, self._per_node, self._srun = folder, per_node, srun
         self._files: dict[int, TextIO] = {}
         self._open = ExitStack()
         self._last: dict[int, deque[str]] = defaultdict(lambda: deque(maxlen=_TAIL))
@@ -136,13 +138,10 @@ class _Log:
     def take(self, line: str) -> None:
         if (labelled := _LINE.fullmatch(line)) is not None:
             self._take_of(int(labelled[1]), labelled[2])
-        elif (terminating := _TERMINATING.match(line)) is not None:
-            # srun has asked the others to end, and they take that for a reason to save and stop. They wait in vain
-            # for the one that failed, until SLURM's KillWait (30 s) is over.
-            if self._code() != stop.EXIT_CODE:
-                subprocess.run(["scancel", "--signal=KILL", terminating[1]], check=False)
         elif (ended := _ENDED.match(line)) is not None:
-            self._first = self._first or ended
+            if self._first is None:
+                self._first = ended
+                self._end_others()
         else:
             print(line, file=sys.stderr, flush=True)
 
@@ -156,6 +155,16 @@ class _Log:
             self._traceback, self._shown = True, rank  # what others say from now on is of this
         if rank == self._shown:
             print(text, flush=True)
+
+    def _end_others(self) -> None:
+        """At once: they wait in vain for the rank that failed."""
+        if self._code() == stop.EXIT_CODE:
+            return  # each ends by itself
+        # srun hands it to every rank. SIGTERM they take for a reason to save and stop; this one they do not know.
+        self._srun.send_signal(signal.SIGUSR2)
+        forced = threading.Timer(_FORCED, self._srun.terminate)
+        forced.daemon = True
+        forced.start()
 
     def _code(self) -> int | None:
         if self._first is None:
