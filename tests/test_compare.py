@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -31,8 +33,12 @@ def records(folder, rank):
     return [json.loads(line) for line in lines]
 
 
+def steps(folder, rank):
+    return [m for m in records(folder, rank) if "grad_norm" in m]
+
+
 def losses(folder):
-    return [m["loss_metrics/global_avg_loss"] for m in records(folder, 0)]
+    return [m["loss_metrics/global_avg_loss"] for m in steps(folder, 0)]
 
 
 def rows(output):
@@ -63,7 +69,7 @@ def test_the_shipped_configuration_learns_and_agrees_with_upstream(shipped):
 @pytest.mark.timeout(900)
 def test_the_printed_table_is_what_the_training_processes_recorded(shipped):
     done, out = shipped
-    ours, theirs = ([records(out / side, rank) for rank in range(2)] for side in SIDES)
+    ours, theirs = ([steps(out / side, rank) for rank in range(2)] for side in SIDES)
     printed = rows(done.stdout)
     assert len(printed) == len(ours[0])
     for i, (step, our_loss, their_loss, difference, our_seconds, their_seconds) in enumerate(printed):
@@ -84,12 +90,66 @@ def test_the_report_names_what_was_run(shipped):
     assert report["settings"]["device"] == "cpu, 2 ranks"
     assert report["settings"]["command line"] == "-"  # what was typed, not what compare adds
     assert "MoE layers with backend 'reference'" in (out / "mega_moe" / "train.log").read_text()
-    memory = max(m["memory/max_reserved(GiB)"] for rank in range(2) for m in records(out / "mega_moe", rank))
+    memory = max(m["memory/max_reserved(GiB)"] for rank in range(2) for m in steps(out / "mega_moe", rank))
     assert report["runs"][0]["summary"]["memory_gib"] == memory
     assert (out / "report.md").read_text().startswith("# mega_moe beside upstream")
 
 
 SMALL = ("--model.layers", "1", "--training.local_batch_size", "1", "--training.seq_len", "32")
+
+
+@pytest.mark.timeout(900)
+def test_the_files_of_the_report_hold_what_the_training_processes_recorded(shipped):
+    _, out = shipped
+    report = json.loads((out / "report.json").read_text())
+    for run, side in zip(report["runs"], SIDES, strict=True):
+        ranks = [steps(out / side, rank) for rank in range(2)]
+        assert [s["loss"] for s in run["steps"]] == losses(out / side)
+        assert run["summary"]["expert_load"] == max(m["moe/expert_load(max/mean)"] for m in ranks[0])
+        seconds = [max(m["time_metrics/end_to_end(s)"] for m in both) for both in zip(*ranks, strict=True)]
+        assert run["summary"]["median_seconds"] == statistics.median(seconds[3:])
+    # Both sides' gradients of the first step, of every parameter.
+    ours_1, theirs_1 = (
+        next(m["gradients"] for m in records(out / side, 0) if "gradients" in m) for side in SIDES
+    )
+    assert ours_1.keys() == theirs_1.keys() and any("w2_EDF" in name for name in ours_1)
+    differences = {d["tensor"]: d["relative"] for d in report["gradient_differences"]["upstream"]}
+    for name, (norm, even, odd) in ours_1.items():
+        right = theirs_1[name]
+        furthest = max(abs(norm - right[0]), abs(even - right[1]), abs(odd - right[2])) / right[0]
+        assert differences[name] == pytest.approx(furthest)
+    # Measured: 1e-2 at most.
+    assert max(differences.values()) < 0.1
+    page = (out / "report.html").read_text()
+    assert page.count("data:image/png;base64,") == 3 and "http" not in page.replace("http://www.w3.org", "")
+    for name in ("loss", "step_time", "expert_load"):
+        assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    for side in SIDES:
+        assert list((out / side / "tb").rglob("events.out.tfevents.*"))
+
+
+@pytest.mark.timeout(600)
+def test_a_layer_with_wrong_gradients_ends_with_1_and_its_tensor_is_named(tmp_path):
+    """Ranks that import the file below get a reference backend whose gradient of w2 is 1.5 times too large."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\n"
+        "if 'train' in sys.argv or any('ranks' in a for a in sys.argv) or '-m' in sys.orig_argv:\n"
+        "    from titan_mega_moe.op import reference\n"
+        "    backward = reference.BACKEND.__class__.backward\n"
+        "    def wrong(self, *args):\n"
+        "        dx, dscores, dw1, dw2, dw3 = backward(self, *args)\n"
+        "        return dx, dscores, dw1, 1.5 * dw2, dw3\n"
+        "    reference.BACKEND.__class__.backward = wrong\n"
+    )
+    env = {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    done = compare(CONFIG, "--steps", 4, "--profile", "--out", tmp_path / "out", *SMALL, env=env)
+    assert done.returncode == 1, done.stdout + done.stderr
+    said = re.search(r"the gradient of (\S+) differs from upstream's by a relative (\S+) at step (\d)", done.stdout)
+    # Half of the norm, or of a sum if that is larger.
+    assert said and said[1].endswith("w2_EDF") and float(said[2]) >= 0.48 and said[3] == "1"
+    splits = [run["time_split"] for run in json.loads((tmp_path / "out" / "report.json").read_text())["runs"]]
+    assert all(sum(s.values()) == pytest.approx(100) and s["experts"] > 0 and s["optimizer"] > 0 for s in splits)
+    assert "percent of the profiled step" in done.stdout and (tmp_path / "out" / "time_split.png").is_file()
 
 
 @pytest.mark.timeout(600)
@@ -99,7 +159,7 @@ def test_losses_further_apart_than_the_tolerance_end_with_1(tmp_path):
     assert done.returncode == 1, done.stdout + done.stderr
     # Numbers, sentences and paths are in one piece however narrow the terminal is.
     assert "…" not in done.stdout and rows(done.stdout)[-1][1] == f"{losses(tmp_path / 'mega_moe')[-1]:.5f}"
-    assert f"report: {tmp_path / 'report.md'}, {tmp_path / 'report.json'}\n" in done.stdout
+    assert f"report: {tmp_path / 'report.html'}, {tmp_path / 'report.md'}, {tmp_path / 'report.json'};" in done.stdout
     assert "losses differ from upstream's by" in done.stdout
     assert "more than the tolerance of 1.0e-15" in done.stdout
 
@@ -138,6 +198,8 @@ def test_a_side_that_dies_is_reported_and_the_others_results_are_kept(tmp_path):
         ([CONFIG, "--trainning.steps", "3"], "training"),
         ([CONFIG, "--steps", "0"], "0 is not above 0"),
         ([CONFIG, "--tolerance", "-1"], "is not above 0"),
+        ([CONFIG, "--gradient-tolerance", "0"], "is not above 0"),
+        ([CONFIG, "--profile", "--steps", "3"], "3 steps are too few, the profiler takes 4"),
         ([CONFIG, "--out", "titan_mega_moe"], "is not empty"),
         ([], "FILE"),
     ],

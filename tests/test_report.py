@@ -91,7 +91,10 @@ def test_summary_leaves_the_warm_up_out_of_times_only():
         "median_seconds": 10.5,
         "p95_seconds": 19.0,
         "tokens_per_second": pytest.approx((100 / 10 + 100 / 11) / 2),
+        "mfu": 0.0,
         "memory_gib": pytest.approx(3.2),
+        "expert_load": None,
+        "rank_load": None,
     }
     assert report.summary(Run("a", slow.steps[:2]))["median_seconds"] == 8.5
 
@@ -120,11 +123,43 @@ def test_a_disagreement_is_told_with_its_step_and_a_dead_side_with_its_error():
     assert lines == [
         "deepep did not finish: no such GPU",
         "losses differ from upstream's by a relative 1.0e-01 at step 2, more than the tolerance of 1.0e-02",
+        "mega_moe is 1.00 times as fast as upstream a step (90% interval 1.00 to 1.00, from 2 steps)",
     ]
     good, lines = report.verdict(ours, [other], 0.2)
-    assert good and lines == [
+    assert good and lines[:1] == [
         "losses equal upstream's within a relative 1.0e-01 (step 2) over 2 steps; the tolerance is 2.0e-01"
     ]
+
+
+def test_the_tensor_whose_gradient_is_furthest_off_is_named_with_its_step():
+    ours, other = run("mega_moe", [5.0]), run("upstream", [5.0])
+    other.gradients = {1: {"w1": [2.0, 1.0, -1.0], "w2": [4.0, 3.0, 0.5], "gate": [0.0, 0.0, 0.0]}}
+    ours.gradients = {1: {"w1": [2.0, 1.02, -1.0], "w2": [4.0, -3.0, 0.5], "gate": [0.0, 0.0, 0.0]}}  # w2: same norm
+    found = report.gradient_differences(ours, other)
+    assert [(d.step, d.tensor, pytest.approx(d.relative)) for d in found] == [
+        (1, "w2", 1.5),
+        (1, "w1", 0.01),
+        (1, "gate", 0.0),
+    ]
+    good, lines = report.verdict(ours, [other], 1e-2, 0.1)
+    assert not good and (
+        "the gradient of w2 differs from upstream's by a relative 1.5e+00 at step 1, more than the tolerance of "
+        "1.0e-01; so do 0 others of 3 tensors" in lines
+    )
+    good, lines = report.verdict(ours, [other], 1e-2, 2.0)
+    assert good and "gradients equal upstream's within a relative 1.5e+00 (w2) in all 3 tensors at step 1" in lines
+    ours.gradients[1]["gate"] = [float("nan")] * 3
+    assert report.gradient_differences(ours, other)[0].tensor == "gate"
+    assert not report.verdict(ours, [other], 1e-2, 2.0)[0]
+
+
+def test_speed_is_a_ratio_of_medians_with_an_interval_around_it():
+    ours, other = run("mega_moe", [5.0] * 23, 0.5), run("upstream", [5.0] * 23, 1.0)
+    assert report.speed(ours, other) == report.Speed(2.0, 2.0, 2.0, 20)
+    uneven = Run("upstream", [Step(i, 5.0, 1.0, 1.0 + i % 5, 1.0, 1.0) for i in range(1, 24)])
+    fast = report.speed(ours, uneven)
+    assert fast.ratio == 6.0 and 4.0 <= fast.low < 6.0 < fast.high <= 8.0
+    assert report.speed(ours, Run("dead")) is None
 
 
 def test_the_step_table_has_every_sides_numbers_and_a_dash_where_one_ended():
@@ -164,5 +199,5 @@ def test_the_files_hold_all_steps(tmp_path):
 def test_a_side_without_steps_has_a_row_of_dashes(tmp_path):
     ours, dead = run("mega_moe", [5.0]), Run("upstream", error="died")
     report.write(tmp_path, ours, [dead], 1e-2, {})
-    assert "| upstream | 0 | - | - | - | - | - |" in (tmp_path / "report.md").read_text()
+    assert "| upstream | 0 | - | - | - | - | - | - | - | - |" in (tmp_path / "report.md").read_text()
     assert json.loads((tmp_path / "report.json").read_text())["runs"][1]["error"] == "died"

@@ -18,10 +18,11 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from titan_mega_moe import config, launch, report, train
+from titan_mega_moe import config, launch, report, traces, train
 from titan_mega_moe.config import ConfigError
 
 TOLERANCE = 1e-2
+GRADIENT_TOLERANCE = 0.1
 _EPILOG = """Every other --section.key overrides that key of the file for all sides, as `train` takes it.
 Exit code: 0 the losses agree, 1 they differ by more than the tolerance or a side failed, 2 bad input."""
 
@@ -37,7 +38,8 @@ class Side:
 def main(args: list[str]) -> int:
     """Compare. Returns the exit code. Raises ConfigError for input that no side could train from."""
     options, given = _parser().parse_known_args(args)
-    overrides = [*given, "--metrics.log_freq", "1"]
+    overrides = [*given, "--metrics.log_freq", "1", "--metrics.gradient_steps", "1"]
+    overrides += ["--metrics.enable_tensorboard", "True"]
     if options.steps is not None:
         overrides += ["--training.steps", str(options.steps)]
     if "RANK" in os.environ:
@@ -48,6 +50,9 @@ def main(args: list[str]) -> int:
         overrides += ["--debug.seed", "0"]
         resolved.debug.seed = 0
 
+    if options.profile:
+        overrides += _profiled(resolved.training.steps, resolved.profiler)
+
     folder = _new_folder(options.out or Path(resolved.dump_folder) / "compare" / time.strftime("%Y%m%d-%H%M%S"))
     console = Console()
     steps = resolved.training.steps
@@ -56,7 +61,10 @@ def main(args: list[str]) -> int:
     if options.against is None:
         console.print(f"deep_gemm: {settings['deep_gemm']}", highlight=False)
     runs = [_train(side, options.file, overrides, folder, resolved.training.steps, console) for side in (ours, *others)]
-    return _report(runs, folder, options.tolerance, settings, console)
+    if options.profile:
+        for run in runs:
+            run.time_split = traces.time_split(folder / run.name)
+    return _report(runs, folder, options, settings, console)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -77,6 +85,16 @@ def _parser() -> argparse.ArgumentParser:
         metavar="X",
         help=f"relative difference of losses allowed at every step (default: {TOLERANCE})",
     )
+    parser.add_argument(
+        "--gradient-tolerance",
+        type=_positive(float),
+        default=GRADIENT_TOLERANCE,
+        metavar="X",
+        help=f"difference, over the norm, allowed of every gradient of the first step (default: {GRADIENT_TOLERANCE})",
+    )
+    parser.add_argument(
+        "--profile", action="store_true", help="profile one step of each side, and say where its time went"
+    )
     parser.add_argument("--out", type=Path, metavar="DIR", help="new or empty folder for runs and report")
     return parser
 
@@ -90,6 +108,18 @@ def _positive(kind: type) -> Any:
 
     parse.__name__ = f"positive {kind.__name__}"
     return parse
+
+
+def _profiled(steps: int, profiler: Any) -> list[str]:
+    """Overrides with which TorchTitan's profiler leaves the trace of one step; ConfigError if there are too few."""
+    needed = profiler.profiler_warmup + profiler.profiler_active
+    if steps < needed:
+        raise ConfigError(f"--profile: {steps} steps are too few, the profiler takes {needed}: give --steps {needed}")
+    every = max(needed, min(steps, 10))
+    return [
+        *("--profiler.enable_profiling", "True", "--profiler.profile_freq", str(every)),
+        *("--profiler.profiler_repeat", "1"),
+    ]
 
 
 def _sides(options: argparse.Namespace, overrides: list[str]) -> tuple[Side, list[Side], Any]:
@@ -235,15 +265,21 @@ def _settings(resolved: Any, file: str, overrides: list[str]) -> dict[str, Any]:
     }
 
 
-def _report(runs: list[report.Run], folder: Path, tolerance: float, settings: dict[str, Any], console: Console) -> int:
+def _report(
+    runs: list[report.Run], folder: Path, options: argparse.Namespace, settings: dict[str, Any], console: Console
+) -> int:
     ours, *others = runs
+    tolerances = options.tolerance, options.gradient_tolerance
     console = Console(width=max(console.width, 200))  # a table of three sides is cut short at 80 columns
-    report.write(folder, ours, others, tolerance, settings)
+    report.write(folder, ours, others, tolerances[0], settings, tolerances[1])
     if ours.steps:
         console.print(report.step_table(ours, others))
     console.print(report.summary_table(runs))
-    good, lines = report.verdict(ours, others, tolerance)
+    if options.profile:
+        console.print(report.split_table(runs))
+    good, lines = report.verdict(ours, others, *tolerances)
     for line in lines:
         console.print(line, style="green" if good else "red", highlight=False, soft_wrap=True)
-    console.print(f"report: {folder / 'report.md'}, {folder / 'report.json'}", soft_wrap=True)
+    files = ", ".join(str(folder / f"report.{kind}") for kind in ("html", "md", "json"))
+    console.print(f"report: {files}; tensorboard --logdir {folder}", soft_wrap=True)
     return 0 if good else 1

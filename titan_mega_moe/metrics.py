@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torchtitan.components.metrics import BaseLogger, LoggerContainer, MetricsProcessor
 
 FOLDER = "records"
@@ -31,16 +32,113 @@ class RecordLogger(BaseLogger):
 
 
 class RecordedMetrics(MetricsProcessor):
-    """A MetricsProcessor whose every rank also writes `<dump_folder>/records/rank_N.jsonl`."""
+    """A MetricsProcessor that also logs how evenly tokens fall on experts, as `moe/...`, and whose every rank writes
+    `<dump_folder>/records/rank_N.jsonl`.
+
+    Of each step that is logged, over all layers and of each: tokens of the busiest expert over the mean; and of
+    the rank with the most, if each rank of an expert-parallel group has the next E / EP experts.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(MetricsProcessor.Config):
-        pass
+        gradient_steps: int = 0
+        """In the first so many steps each rank also records the norm of every parameter's gradient, see gradients()"""
 
     def __init__(self, config: Config, *, dump_folder: str = "./outputs", **kwargs: Any) -> None:
         super().__init__(config, dump_folder=dump_folder, **kwargs)
-        record = RecordLogger(Path(dump_folder) / FOLDER / f"rank_{torch.distributed.get_rank()}.jsonl")
-        self.logger: BaseLogger = _both(self.logger, record)
+        self._record = RecordLogger(Path(dump_folder) / FOLDER / f"rank_{torch.distributed.get_rank()}.jsonl")
+        self.logger: BaseLogger = _both(self.logger, self._record)
+        self._gradient_steps = config.gradient_steps
+        self._seen_LE: torch.Tensor | None = None
+        self._counts_LE: torch.Tensor | None = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "model_parts" and value is not None:  # TorchTitan sets the optimizers just before
+            self._watch()
+
+    def _watch(self) -> None:
+        """Read TorchTitan's counts before every optimizer step, ahead of its load balancing, which zeroes them."""
+        if _moe_blocks(self.model_parts) and self.optimizers is not None:
+            handle = self.optimizers.register_step_pre_hook(lambda *_: self._count())
+            hooks: Any = self.optimizers._optimizer_step_pre_hooks
+            hooks.move_to_end(handle.id, last=False)
+
+    def _count(self) -> None:
+        moes = [block.moe for block in _moe_blocks(self.model_parts).values()]
+        totals_LE = torch.stack([_local(moe.tokens_per_expert_E) for moe in moes])
+        self._counts_LE = totals_LE if self._seen_LE is None else totals_LE - self._seen_LE
+        if moes[0].load_balance_coeff is None:
+            self._seen_LE = totals_LE  # nobody zeroes them
+
+    def log(
+        self,
+        step: int,
+        global_avg_loss: float,
+        global_max_loss: float,
+        grad_norm: float,
+        extra_metrics: dict[str, Any] | None = None,
+    ) -> None:
+        load = self._load() if self._counts_LE is not None else {}
+        super().log(step, global_avg_loss, global_max_loss, grad_norm, {**load, **(extra_metrics or {})})
+        if step <= self._gradient_steps and self.model_parts is not None:
+            self._record.log({"gradients": gradients(self.model_parts)}, step)
+
+    def _load(self) -> dict[str, float]:
+        """The metrics of the last optimizer step. A collective over the ranks that share the loss."""
+        assert self._counts_LE is not None
+        counts_LE = self._counts_LE.clone()
+        mesh = self.parallel_dims.get_optional_mesh("loss")
+        if mesh is not None:
+            torch.distributed.all_reduce(counts_LE, group=mesh.get_group())
+        ranks_LP = counts_LE.unflatten(1, (self.parallel_dims.ep, -1)).sum(2)
+        by_layer, by_rank = (_over_mean(t).tolist() for t in (counts_LE, ranks_LP))
+        layers = _moe_blocks(self.model_parts)
+        return {
+            "moe/expert_load(max/mean)": max(by_layer),
+            "moe/rank_load(max/mean)": max(by_rank),
+            **{f"moe/layer_{name}/expert_load(max/mean)": x for name, x in zip(layers, by_layer, strict=True)},
+        }
+
+
+def _moe_blocks(model_parts: list[torch.nn.Module] | None) -> dict[str, Any]:
+    """Transformer blocks with experts, by the name of the layer."""
+    return {
+        name: block
+        for part in model_parts or []
+        for name, block in part.get_submodule("layers").named_children()
+        if getattr(block, "moe_enabled", False)
+    }
+
+
+def _local(t: torch.Tensor) -> torch.Tensor:
+    return t.to_local() if isinstance(t, DTensor) else t
+
+
+def _over_mean(counts_LN: torch.Tensor) -> torch.Tensor:
+    return counts_LN.max(1).values / counts_LN.mean(1).clamp(min=1e-9)
+
+
+@torch.no_grad()
+def gradients(model_parts: list[torch.nn.Module]) -> dict[str, list[float]]:
+    """Of each parameter's gradient, whole: its norm, and its sums over even and over odd elements.
+
+    The sums tell two gradients of one norm apart. A collective over the ranks that a parameter is sharded on.
+    """
+    found = {}
+    for part in model_parts:
+        for name, parameter in part.named_parameters():
+            if parameter.grad is not None:
+                grad = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+                flat = grad.flatten().float()
+                values = torch.stack([torch.linalg.vector_norm(flat), flat[::2].sum(), flat[1::2].sum()])
+                found[clean_name(name)] = values.tolist()
+    return found
+
+
+def clean_name(name: str) -> str:
+    """A parameter's name without what compilation and checkpointing wrap around modules."""
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
 def _both(*loggers: BaseLogger) -> LoggerContainer:

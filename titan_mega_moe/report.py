@@ -3,9 +3,12 @@
 Every number here is computed from the lines that the training processes wrote (metrics.py).
 """
 
+import base64
 import json
 import math
+import random
 import statistics
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +29,9 @@ class Step:
     seconds: float
     tokens_per_second: float  # per device, mean over ranks
     memory_gib: float  # peak; on the CPU the resident set of a whole process
+    mfu: float = 0.0  # percent, mean over ranks; 0 where the device's peak is not known
+    expert_load: float | None = None  # the busiest expert's tokens over the mean, of the worst layer
+    rank_load: float | None = None  # the same of ranks
 
 
 @dataclass
@@ -35,6 +41,10 @@ class Run:
     name: str
     steps: list[Step] = field(default_factory=list)
     error: str | None = None
+    # By step and parameter: norm of the gradient, its sums over even and over odd elements.
+    gradients: dict[int, dict[str, list[float]]] = field(default_factory=dict)
+    # Percent of a step's time by what it went to, if it was profiled.
+    time_split: dict[str, float] | None = None
 
     def timed(self) -> list[Step]:
         """The steps whose times count: those after the warm-up, or all when there are no more."""
@@ -47,6 +57,7 @@ def read_run(name: str, records: Path) -> Run:
     A line cut short, as a killed process leaves it, is passed over.
     """
     ranks: list[dict[int, dict[str, Any]]] = []
+    gradients: dict[int, dict[str, list[float]]] = {}
     for file in sorted(records.glob("rank_*.jsonl"), key=lambda f: int(f.stem.removeprefix("rank_"))):
         lines: dict[int, dict[str, Any]] = {}
         for line in file.read_text().splitlines():
@@ -56,9 +67,11 @@ def read_run(name: str, records: Path) -> Run:
                 continue
             if "grad_norm" in metrics:  # validation logs a line of its own
                 lines[metrics["step"]] = metrics
+            elif "gradients" in metrics:
+                gradients.setdefault(metrics["step"], {}).update(metrics["gradients"])
         ranks.append(lines)
     common = sorted(set.intersection(*map(set, ranks))) if ranks else []
-    return Run(name, [_step(step, [lines[step] for lines in ranks]) for step in common])
+    return Run(name, [_step(step, [lines[step] for lines in ranks]) for step in common], gradients=gradients)
 
 
 def _step(step: int, ranks: list[dict[str, Any]]) -> Step:
@@ -69,7 +82,14 @@ def _step(step: int, ranks: list[dict[str, Any]]) -> Step:
         seconds=max(m["time_metrics/end_to_end(s)"] for m in ranks),
         tokens_per_second=statistics.fmean(m["throughput(tps)"] for m in ranks),
         memory_gib=max(m["memory/max_reserved(GiB)"] for m in ranks),
+        mfu=statistics.fmean(m.get("mfu(%)", 0.0) for m in ranks),
+        expert_load=_most(m.get("moe/expert_load(max/mean)") for m in ranks),
+        rank_load=_most(m.get("moe/rank_load(max/mean)") for m in ranks),
     )
+
+
+def _most(values: Iterable[float | None]) -> float | None:
+    return max((v for v in values if v is not None), default=None)
 
 
 @dataclass(frozen=True)
@@ -99,8 +119,57 @@ def first_beyond(ours: Run, other: Run, tolerance: float) -> Difference | None:
     return next((d for d in differences(ours, other) if not d.loss <= tolerance), None)
 
 
-def summary(run: Run) -> dict[str, float]:
-    """First and last loss; median and 95th percentile of the step time (s), tokens/s per device, peak GiB."""
+@dataclass(frozen=True)
+class GradientDifference:
+    """How far one tensor's gradient is from the other side's, as a share of the other's norm."""
+
+    step: int
+    tensor: str
+    relative: float
+
+
+def gradient_differences(ours: Run, other: Run) -> list[GradientDifference]:
+    """Of every tensor at the first step that both recorded, where both still have the same weights; largest first.
+
+    Of the norm and of the two sums the one that differs most; a sum of n numbers of random sign is as large as
+    their norm.
+    """
+    common = sorted(ours.gradients.keys() & other.gradients.keys())
+    if not common:
+        return []
+    a, b = ours.gradients[common[0]], other.gradients[common[0]]
+    found = []
+    for name in a.keys() & b.keys():
+        furthest = max(abs(x - y) for x, y in zip(a[name], b[name], strict=True))
+        found.append(GradientDifference(common[0], name, furthest / (b[name][0] or 1e-30)))
+    return sorted(found, key=lambda d: (-d.relative if d.relative == d.relative else -math.inf, d.tensor))
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How many times as fast one side's steps are as the other's: of medians, with a 90% interval."""
+
+    ratio: float
+    low: float
+    high: float
+    steps: int  # timed, of the side with fewer
+
+
+def speed(ours: Run, other: Run) -> Speed | None:
+    """None without steps. The interval is that of 1000 bootstrap samples, drawn from a fixed seed."""
+    if not ours.steps or not other.steps:
+        return None
+    a, b = ([s.seconds for s in run.timed()] for run in (ours, other))
+    pick = random.Random(0)
+    ratios = sorted(
+        statistics.median(pick.choices(b, k=len(b))) / statistics.median(pick.choices(a, k=len(a))) for _ in range(1000)
+    )
+    return Speed(statistics.median(b) / statistics.median(a), ratios[50], ratios[949], min(len(a), len(b)))
+
+
+def summary(run: Run) -> dict[str, float | None]:
+    """First and last loss; median and 95th percentile of the step time (s), tokens/s per device and MFU (%), medians;
+    peak GiB; the most that the busiest expert and rank had over the mean, None where nothing counted."""
     seconds = sorted(step.seconds for step in run.timed())
     return {
         "steps": len(run.steps),
@@ -109,7 +178,10 @@ def summary(run: Run) -> dict[str, float]:
         "median_seconds": statistics.median(seconds),
         "p95_seconds": seconds[math.ceil(0.95 * len(seconds)) - 1],
         "tokens_per_second": statistics.median(step.tokens_per_second for step in run.timed()),
+        "mfu": statistics.median(step.mfu for step in run.timed()),
         "memory_gib": max(step.memory_gib for step in run.steps),
+        "expert_load": _most(step.expert_load for step in run.steps),
+        "rank_load": _most(step.rank_load for step in run.steps),
     }
 
 
@@ -131,7 +203,7 @@ def step_table(ours: Run, others: list[Run], rows: int = 32) -> Table:
 
 
 def summary_table(runs: list[Run]) -> Table:
-    table = Table(title=f"in all; times after {WARMUP_STEPS} steps, tokens/s per device", title_justify="left")
+    table = Table(title=f"in all; {_timed(runs)}, tokens/s per device", title_justify="left")
     for column in _SUMMARY_COLUMNS:
         table.add_column(column, justify="left" if column == "layer" else "right")
     for run in runs:
@@ -139,12 +211,37 @@ def summary_table(runs: list[Run]) -> Table:
     return table
 
 
-_SUMMARY_COLUMNS = ("layer", "steps", "loss", "s/step", "p95", "tokens/s", "peak GiB")
+def split_table(runs: list[Run]) -> Table:
+    """Percent of the profiled step by what it went to."""
+    table = Table(title="percent of the profiled step", title_justify="left")
+    head, rows = _split_rows(runs)
+    for column in head:
+        table.add_column(column, justify="left" if column == "layer" else "right")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _split_rows(runs: list[Run]) -> tuple[list[str], list[list[str]]]:
+    names = list(dict.fromkeys(name for run in runs for name in run.time_split or {}))
+    rows = [[run.name, *(f"{(run.time_split or {}).get(name, 0.0):.1f}" for name in names)] for run in runs]
+    return ["layer", *names], rows
+
+
+def _timed(runs: list[Run]) -> str:
+    if all(len(run.steps) > WARMUP_STEPS for run in runs if run.steps):
+        return f"times without the first {WARMUP_STEPS} steps"
+    return "times of the first steps too, which warm up"
+
+
+_SUMMARY_COLUMNS = (
+    "layer", "steps", "loss", "s/step", "p95", "tokens/s", "MFU %", "peak GiB", "busiest expert", "busiest rank",
+)  # fmt: skip
 
 
 def _summary_cells(run: Run) -> list[str]:
     if not run.steps:
-        return [run.name, "0", *["-"] * 5]
+        return [run.name, "0", *["-"] * 8]
     s = summary(run)
     return [
         run.name,
@@ -153,7 +250,9 @@ def _summary_cells(run: Run) -> list[str]:
         f"{s['median_seconds']:.3f}",
         f"{s['p95_seconds']:.3f}",
         f"{s['tokens_per_second']:,.0f}",
+        f"{s['mfu']:.2f}" if s["mfu"] else "-",
         f"{s['memory_gib']:.2f}",
+        *("-" if s[name] is None else f"{s[name]:.2f} x mean" for name in ("expert_load", "rank_load")),
     ]
 
 
@@ -173,8 +272,10 @@ def _formatted(cells: list[Any], others: int) -> list[str]:
     return ["-" if value is None else format(value, f) for value, f in zip(cells, formats, strict=True)]
 
 
-def verdict(ours: Run, others: list[Run], tolerance: float) -> tuple[bool, list[str]]:
-    """Whether every side ran and agrees, and one sentence a side."""
+def verdict(
+    ours: Run, others: list[Run], tolerance: float, gradient_tolerance: float = math.inf
+) -> tuple[bool, list[str]]:
+    """Whether every side ran and agrees in losses and first gradients, and sentences on each side."""
     good, lines = True, []
     for run in (ours, *others):
         if run.error is not None:
@@ -195,12 +296,36 @@ def verdict(ours: Run, others: list[Run], tolerance: float) -> tuple[bool, list[
                 f"losses equal {other.name}'s within a relative {worst.loss:.1e} (step {worst.step}) "
                 f"over {len(common)} steps; the tolerance is {tolerance:.1e}"
             )
+        if gradients := gradient_differences(ours, other):
+            wrong = [d for d in gradients if not d.relative <= gradient_tolerance]
+            first = gradients[0]
+            good = good and not wrong
+            lines.append(
+                f"the gradient of {first.tensor} differs from {other.name}'s by a relative {first.relative:.1e} "
+                f"at step {first.step}, more than the tolerance of {gradient_tolerance:.1e}; so do "
+                f"{len(wrong) - 1} others of {len(gradients)} tensors"
+                if wrong
+                else f"gradients equal {other.name}'s within a relative {first.relative:.1e} ({first.tensor}) in all "
+                f"{len(gradients)} tensors at step {first.step}"
+            )
+        if (fast := speed(ours, other)) is not None:
+            lines.append(
+                f"{ours.name} is {fast.ratio:.2f} times as fast as {other.name} a step (90% interval "
+                f"{fast.low:.2f} to {fast.high:.2f}, from {fast.steps} steps)"
+            )
     return good, lines
 
 
-def write(folder: Path, ours: Run, others: list[Run], tolerance: float, settings: dict[str, Any]) -> None:
-    """`folder`/report.json and report.md: all steps, the summary, the verdict and what was run."""
-    good, lines = verdict(ours, others, tolerance)
+def write(
+    folder: Path,
+    ours: Run,
+    others: list[Run],
+    tolerance: float,
+    settings: dict[str, Any],
+    gradient_tolerance: float = math.inf,
+) -> None:
+    """`folder`/report.json, .md and .html, and the pictures: all steps, the summary, the verdict and what was run."""
+    good, lines = verdict(ours, others, tolerance, gradient_tolerance)
     runs = [ours, *others]
     (folder / "report.json").write_text(
         json.dumps(
@@ -211,28 +336,86 @@ def write(folder: Path, ours: Run, others: list[Run], tolerance: float, settings
                 "settings": settings,
                 "runs": [{**asdict(run), "summary": summary(run) if run.steps else None} for run in runs],
                 "differences": {other.name: [asdict(d) for d in differences(ours, other)] for other in others},
+                "gradient_tolerance": gradient_tolerance if math.isfinite(gradient_tolerance) else None,
+                "gradient_differences": {
+                    other.name: [asdict(d) for d in gradient_differences(ours, other)] for other in others
+                },
+                "speed": {other.name: asdict(s) if (s := speed(ours, other)) else None for other in others},
             },
             indent=1,
         )
         + "\n"
     )
-    names = [run.name for run in runs]
-    head = ["step", *(f"{n} loss" for n in names), *(f"relative difference to {n}" for n in names[1:])]
-    head += [f"{n} s" for n in names]
+    from titan_mega_moe import plots  # which draws what is defined here
+
+    pictures = plots.draw(folder, runs)
+    tables = {
+        "summary": (_SUMMARY_COLUMNS, [_summary_cells(run) for run in runs]),
+        "split": _split_rows(runs),
+        "gradients": _gradient_rows(ours, others),
+        "settings": (("setting", "value"), [[k, str(v)] for k, v in settings.items()]),
+        "steps": (_step_head(runs), [_formatted(cells, len(others)) for cells in _step_rows(ours, others)]),
+    }
+    title = f"{ours.name} beside {', '.join(run.name for run in others)}"
+    page = _template().render(
+        title=title,
+        good=good,
+        lines=lines,
+        pictures={name: base64.b64encode(file.read_bytes()).decode() for name, file in pictures.items()},
+        caveats=caveats(runs),
+        **tables,
+    )
+    (folder / "report.html").write_text(page)
     (folder / "report.md").write_text(
         "\n\n".join(
             [
-                f"# {ours.name} beside {', '.join(names[1:])}",
+                f"# {title}",
                 *lines,
-                _markdown(_SUMMARY_COLUMNS, [_summary_cells(run) for run in runs]),
-                _markdown(("setting", "value"), [[k, str(v)] for k, v in settings.items()]),
-                _markdown(head, [_formatted(cells, len(others)) for cells in _step_rows(ours, others)]),
+                _markdown(*tables["summary"]),
+                *(f"![{name}]({file.name})" for name, file in pictures.items()),
+                *([_markdown(*tables["split"])] if len(tables["split"][0]) > 1 else []),
+                *([_markdown(*tables["gradients"])] if tables["gradients"][1] else []),
+                _markdown(*tables["settings"]),
+                _markdown(*tables["steps"]),
                 "## Caveats",
-                f"Times leave out the first {WARMUP_STEPS} steps. Sides ran one after another. On the CPU "
-                "memory is the peak resident set of a whole process, Python and libraries included.",
+                caveats(runs),
             ]
         )
         + "\n"
+    )
+
+
+def _step_head(runs: list[Run]) -> list[str]:
+    names = [run.name for run in runs]
+    losses, differences = [f"{n} loss" for n in names], [f"relative difference to {n}" for n in names[1:]]
+    return ["step", *losses, *differences, *(f"{n} s" for n in names)]
+
+
+def _gradient_rows(ours: Run, others: list[Run], most: int = 12) -> tuple[list[str], list[list[str]]]:
+    """The tensors that are furthest apart, with their differences to each side that recorded them."""
+    sides = {other.name: {d.tensor: d.relative for d in gradient_differences(ours, other)} for other in others}
+    sides = {name: found for name, found in sides.items() if found}
+    tensors = set().union(*sides.values())
+    worst = {name: max(found[name] for found in sides.values() if name in found) for name in tensors}
+    rows = [
+        [tensor, *(f"{found[tensor]:.1e}" if tensor in found else "-" for found in sides.values())]
+        for tensor in sorted(worst, key=lambda tensor: (-worst[tensor], tensor))[:most]
+    ]
+    return ["tensor", *(f"relative difference to {name}" for name in sides)], rows
+
+
+def _template() -> Any:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    loader = PackageLoader("titan_mega_moe", ".")
+    return Environment(loader=loader, autoescape=True, undefined=StrictUndefined).get_template("report.html.j2")
+
+
+def caveats(runs: list[Run]) -> str:
+    return (
+        f"Here are {_timed(runs)}. Sides ran one after another. Tokens of the busiest expert and rank are over "
+        "the mean, of the worst layer and step. On the CPU memory is the peak resident set of a whole process, Python "
+        "and libraries included, and no MFU is known."
     )
 
 

@@ -1,0 +1,77 @@
+"""Where a step's time went, from the trace that TorchTitan's profiler wrote of it."""
+
+import gzip
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+# What a kernel or operator belongs to: the first category with a pattern in its name, else that of what encloses it.
+CATEGORIES = {
+    "dispatch": r"mega_moe::dispatch|^(publish|count|scan|tiles|place|begin)$|(?i:all_?to_?all)|async.*dispatch",
+    "combine": r"mega_moe::combine|^combine$|async.*combine",
+    "experts": r"mega_moe|^(gate_up|down|weight_grad)|grouped|moe_",
+    "attention": r"(?i)attention|flash|flex|sdpa|fmha",
+    "optimizer": r"(?i)optimizer|adam|multi_tensor|_foreach",
+    "FSDP": r"FSDP|(?i:all_?gather|reduce_?scatter)",
+}
+OTHER, IDLE = "other", "idle"
+_GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
+
+
+def time_split(folder: Path) -> dict[str, float] | None:
+    """Percent of the profiled steps' time by category, `other` and `idle`; None where there is no trace.
+
+    folder: a run's, with rank 0's trace in it. Of a GPU its kernels count, else the CPU's operators, without what they
+    call. Where several run at once the time they cover is shared out by their lengths.
+    """
+    found = sorted(folder.glob("**/rank0_trace.json*"), key=lambda file: file.stat().st_mtime)
+    if not found:
+        return None
+    with (gzip.open if found[-1].suffix == ".gz" else open)(found[-1], "rt") as file:
+        events = [e for e in json.load(file)["traceEvents"] if e.get("ph") == "X" and "dur" in e]
+    on_gpu = any(e.get("cat") in _GPU for e in events)
+    work, around = (_GPU, {"gpu_user_annotation"}) if on_gpu else ({"cpu_op"}, {"user_annotation"})
+    events = [e for e in events if e.get("cat") in work | around and not e["name"].startswith("ProfilerStep")]
+    spent = _by_category(events, work)
+    if not spent:
+        return None
+    spans = [(e["ts"], e["ts"] + e["dur"]) for e in events if e["cat"] in work]
+    length = max(end for _, end in spans) - min(start for start, _ in spans)
+    busy, total = 100 * _covered(spans) / length, sum(spent.values())
+    return {name: busy * spent[name] / total for name in (*CATEGORIES, OTHER) if spent[name]} | {IDLE: 100 - busy}
+
+
+def _by_category(events: list[dict[str, Any]], work: set[str]) -> dict[str, float]:
+    """Microseconds of each category, without what is nested in an event."""
+    spent: dict[str, float] = defaultdict(float)
+    by_thread = defaultdict(list)
+    for event in events:
+        by_thread[event["pid"], event["tid"]].append(event)
+    for thread in by_thread.values():
+        open_events: list[tuple[float, str, str]] = []  # end, category, kind of event
+        for event in sorted(thread, key=lambda e: (e["ts"], -e["dur"])):
+            while open_events and event["ts"] >= open_events[-1][0]:
+                open_events.pop()
+            enclosing = open_events[-1] if open_events else (0.0, OTHER, "")
+            category = _category(event["name"], enclosing[1])
+            if event["cat"] in work:
+                spent[category] += event["dur"]
+                if enclosing[2] in work:
+                    spent[enclosing[1]] -= event["dur"]
+            open_events.append((event["ts"] + event["dur"], category, event["cat"]))
+    return spent
+
+
+def _category(name: str, default: str) -> str:
+    return next((category for category, pattern in CATEGORIES.items() if re.search(pattern, name)), default)
+
+
+def _covered(spans: Iterable[tuple[float, float]]) -> float:
+    total, until = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total
