@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import tomli
+from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.models.common.moe import RoutedExperts
 from torchtitan.models.deepseek_v3 import config_registry as deepseek_v3
 from torchtitan.models.qwen3 import config_registry as qwen3
@@ -62,13 +63,19 @@ def test_values_are_those_of_torchtitans_registry(name, upstream):
             for part in dataclasses.fields(other):
                 if f"{field.name}.{part.name}" not in DIFFERENT:
                     assert getattr(mine, part.name) == getattr(other, part.name), part.name
+        elif field.name == "activation_checkpoint" and name == "deepseek_v3_16b":
+            assert isinstance(mine, FullAC.Config)  # selective checkpointing leaves no room for the layer's rows
         elif field.name == "metrics":
-            assert mine.to_dict() == other.to_dict()
+            assert other.to_dict().items() <= mine.to_dict().items()  # ours has more keys
         elif field.name not in ("model_spec", "dump_folder"):
             assert mine == other, field.name
 
 
-@pytest.mark.parametrize("name, world_size", [("qwen3_30b_a3b", 8), ("qwen3_235b_a22b", 128), ("deepseek_v3_16b", 8)])
+NODES = [("qwen3_30b_a3b", 8), ("deepseek_v3_16b", 8)]
+NODES += [(name, ranks) for name in ("qwen3_30b_a3b_multinode", "qwen3_235b_a22b") for ranks in (32, 64, 128)]
+
+
+@pytest.mark.parametrize("name, world_size", NODES)
 def test_the_parallel_degrees_fit_the_nodes_that_the_file_names(name, world_size):
     path = ROOT / "train_configs" / f"{name}.toml"
     config.check_world(config.load(path, ["--tokenizer.type", "StdlibTokenizer"]), world_size, path)
