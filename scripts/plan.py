@@ -3,9 +3,9 @@
     python scripts/plan.py --world-sizes 32,64,128 train_configs/qwen3_30b_a3b_multinode.toml [more files]
     python scripts/plan.py --start --world-sizes 8,64,1024 FILE [--section.key value ...]
 
-The first gives mesh, global batch and memory per GPU of each file and number of GPUs. With --start, rank 0 of so many is
-also built and trains a step, on this CPU with TorchTitan's fake backend, for the time and the memory of the host that it
-takes to start: cut the model with --model.layers to what fits here.
+The first gives mesh, global batch and memory per GPU of each file and number of GPUs. With --start, rank 0 of so many
+is also built and trains a step, on this CPU with TorchTitan's fake backend, for the time and host memory that it takes
+to start: cut the model with --model.layers to what fits here.
 """
 
 import argparse

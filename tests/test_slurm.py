@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import slurm_cluster
-from titan_mega_moe import slurm, stop
+from tests import ranks, slurm_cluster
+from titan_mega_moe import config, hosts, slurm, stop
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = ROOT / "scripts" / "slurm"
@@ -254,6 +254,87 @@ def test_dry_run_prints_what_would_be_submitted(script, variables, expected, tmp
 )
 def test_the_first_host_of_a_list(nodes, first):
     assert slurm.first_host(nodes) == first
+
+
+@pytest.fixture
+def allocation(monkeypatch):
+    """Four nodes, as a batch script sees them."""
+    for name in [name for name in os.environ if name.startswith("SLURM")]:
+        monkeypatch.delenv(name)
+    monkeypatch.delenv("RANK", raising=False)
+    for name, value in {"JOB_ID": "40007", "JOB_NUM_NODES": "4", "JOB_NODELIST": "gpu[1-4]"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    return lambda **variables: [monkeypatch.setenv(f"SLURM_{name}", value) for name, value in variables.items()]
+
+
+@pytest.mark.parametrize(
+    "variables, overrides, expected",
+    [
+        ({"GPUS_ON_NODE": "8", "NTASKS_PER_NODE": "1"}, ["--device.kind", "cuda"], 32),
+        ({"GPUS_PER_NODE": "h200:4"}, ["--device.kind", "cuda"], 16),
+        ({"GPUS_ON_NODE": "8"}, ["--device.kind", "cuda", "--device.ranks", "16"], 16),
+        ({}, ["--device.kind", "cuda"], "the allocation has no GPUs"),
+        ({"GPUS_ON_NODE": "8"}, ["--device.kind", "cuda", "--device.ranks", "6"], "6 ranks do not divide over the 4"),
+        ({"NTASKS_PER_NODE": "2"}, [], 8),
+        ({}, ["--parallelism.expert_parallel_degree", "4"], 4),
+    ],
+)
+def test_ranks_of_an_allocation(variables, overrides, expected, allocation, tmp_path):
+    allocation(**variables)
+    assert slurm.allocated()
+    (tmp_path / "x.toml").write_text(TOML)
+    if isinstance(expected, int):
+        assert slurm.rank_count(config.load(tmp_path / "x.toml", overrides)) == expected
+    else:
+        with pytest.raises(ValueError, match=expected):
+            slurm.rank_count(config.load(tmp_path / "x.toml", overrides))
+
+
+@pytest.mark.parametrize(
+    "overrides, crosses",
+    [
+        (["--parallelism.expert_parallel_degree", "8"], False),
+        (["--parallelism.expert_parallel_degree", "16"], True),
+        (["--parallelism.expert_parallel_degree", "16", "--mega_moe.across_hosts"], False),
+        (["--parallelism.expert_parallel_degree", "16", "--mega_moe.backend", "upstream"], False),
+    ],
+)
+def test_groups_that_do_not_fit_a_node_are_seen_before_ranks_start(overrides, crosses, allocation, tmp_path):
+    (tmp_path / "x.toml").write_text(TOML)
+    reason = slurm.crossing_reason(config.load(tmp_path / "x.toml", overrides), 32)
+    assert (reason is not None) is crosses
+    assert reason is None or "4 nodes of 8 ranks (gpu[1-4])" in reason
+
+
+def hosts_of_two(names):
+    os.environ["SLURMD_NODENAME"] = names[torch.distributed.get_rank()]
+    return hosts.crossing_reason(torch.distributed.group.WORLD)
+
+
+def test_ranks_tell_each_other_their_hosts():
+    assert ranks.run(2, hosts_of_two, ["a", "a"]) == [None, None]
+    told = "an expert-parallel group is on 2 hosts: a (ranks 0), b (ranks 1)"
+    assert ranks.run(2, hosts_of_two, ["a", "b"]) == [told, told]
+
+
+def test_a_task_of_a_step_becomes_a_rank_and_a_lone_one_does_not(allocation, monkeypatch):
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+    for name in names:
+        monkeypatch.setenv(name, "")  # undone after the test, whatever becomes of it in it
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    task = {"STEP_ID": "3", "PROCID": "9", "LOCALID": "1", "NTASKS_PER_NODE": "8", "STEP_NODELIST": "gpu[1-4]"}
+    allocation(**task, STEP_NUM_TASKS="1")
+    assert not slurm.become_rank() and not slurm.allocated() and "RANK" not in os.environ
+    allocation(STEP_NUM_TASKS="32")
+    assert slurm.become_rank()
+    assert [os.environ[name] for name in names[:5]] == ["9", "32", "1", "8", "gpu1"]
+    port = os.environ["MASTER_PORT"]
+    assert not slurm.become_rank()  # torchrun's or ours: what is set stays
+    for name in ("RANK", "MASTER_PORT"):
+        monkeypatch.delenv(name)
+    allocation(JOB_ID="40008")
+    assert slurm.become_rank() and os.environ["MASTER_PORT"] != port
 
 
 def test_ranks_stop_after_the_same_step_whoever_hears_the_signal_first(monkeypatch):
