@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests import ranks
 from titan_mega_moe import device
 
 if torch.cuda.is_available():
@@ -173,3 +174,24 @@ def test_grouped_matmul_in_bfloat16_is_the_float32_product_rounded_once():
         assert y[a:b].equal((rows @ weight.T).bfloat16())
         torch.testing.assert_close(x.grad[a:b], (dy[a:b] @ weight).bfloat16(), rtol=8e-3, atol=1e-2)
         torch.testing.assert_close(w.grad[i], (dy[a:b].T @ rows).bfloat16(), rtol=8e-3, atol=1e-2)
+
+
+def shards_and_replicas():
+    """This rank's part of a tensor sharded one way and replicated the other, drawn at random."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, zeros
+
+    torch.manual_seed(5)
+    mesh = init_device_mesh("cpu", (2, 2))
+    both = [zeros(8, 4, device_mesh=mesh, placements=[Replicate(), Shard(0)]).normal_() for _ in range(2)]
+    return [t.to_local() for t in both], torch.rand(3)
+
+
+def test_random_shards_differ_and_replicas_and_what_is_drawn_later_do_not():
+    found = ranks.run(4, shards_and_replicas)
+    for first, second in (shards for shards, _ in found):
+        assert not torch.equal(first, second)
+    for one in range(2):
+        assert torch.equal(found[0][0][one], found[2][0][one]) and torch.equal(found[1][0][one], found[3][0][one])
+        assert not torch.isclose(found[0][0][one], found[1][0][one]).any()
+    assert all(torch.equal(later, found[0][1]) for _, later in found)

@@ -16,6 +16,8 @@ it. `prepare("cpu")` changes these seams of it, and nothing else in TorchTitan n
 - FlexAttention, whose CPU kernel has no backward, computes the same function as scaled dot product
   attention under a dense mask: O(L^2) memory, no parameters, so checkpoints do not differ;
 - block masks are built without torch.compile, so that no C++ compiler is needed;
+- weights that are sharded over ranks are drawn differently on each, as DTensor does on GPUs alone: else every rank
+  would begin with the same experts;
 - FSDP reduces with a plain sum, because gloo has no pre-multiplied sum;
 - bfloat16 grouped matmuls are computed in float32 and rounded once where the CPU has no bfloat16
   instructions: PyTorch's own loop is about 50 times slower there;
@@ -27,8 +29,9 @@ it. `prepare("cpu")` changes these seams of it, and nothing else in TorchTitan n
 import os
 import resource
 import sys
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -195,16 +198,39 @@ def _prepare_cpu() -> None:
     # A CPU has no entry in TorchTitan's table, which would stand in an A100: infinity makes MFU read 0.
     utils.get_peak_flops = lambda device_name: float("inf")
 
+    from torch.distributed.tensor import _random as random
     from torchtitan.distributed import fsdp
     from torchtitan.distributed import utils as dist_utils
     from torchtitan.models.common import attention
 
+    random._rng_tracker = cast(Any, _ShardedRandom())
     dist_utils.set_pg_timeouts = _set_pg_timeouts
     fsdp.disable_fsdp_gradient_division = _sum_gradients
     attention._compiled_create_block_mask = attention.create_block_mask
     attention.FlexAttention.compiled_flex_attn = staticmethod(_dense_attention)
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         _ATEN.impl("_grouped_mm", _wide_grouped_mm(), "CPU")
+
+
+class _ShardedRandom:
+    """DTensor's tracker of random state, for CPUs: other numbers on every shard, the same on replicas of one."""
+
+    distribute_region_enabled = True
+
+    @contextmanager
+    def _distribute_region(self, spec: Any, generator: torch.Generator | None = None) -> Iterator[None]:
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        source = generator or torch.default_generator
+        seed = int(torch.randint(2**48, (), generator=source))  # the same on all ranks, as their states are
+        _, first = compute_local_shape_and_global_offset(spec.shape, spec.mesh, spec.placements)
+        index = sum(at * stride for at, stride in zip(first, spec.stride, strict=True))
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed + index)
+            yield
+
+    def _manual_seed(self, parallel_seed: int) -> None:
+        torch.manual_seed(parallel_seed)
 
 
 def _set_pg_timeouts(timeout: Any, parallel_dims: Any) -> None:

@@ -105,5 +105,5 @@ def _load(figure: Any, runs: list[Run]) -> None:
             if points:
                 style = "-" if i == 0 else "--"
                 axes.plot(*zip(*points, strict=True), style, color=_COLOURS[i % 5], label=run.name)
-        axes.set_ylim(bottom=1)
+        axes.set_ylim(bottom=0)
         axes.legend(frameon=False)
