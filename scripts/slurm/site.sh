@@ -4,7 +4,7 @@
 
 : "${NODES=1}"
 : "${GPUS_PER_NODE=8}"          # ranks a node; 0: a CPU job of TASKS_PER_NODE ranks a node
-: "${TASKS_PER_NODE=$GPUS_PER_NODE}"
+: "${TASKS_PER_NODE=$((GPUS_PER_NODE > 0 ? GPUS_PER_NODE : 1))}"
 : "${GPU_REQUEST=--gpus-per-node=$GPUS_PER_NODE}" # where that is not understood: --gres=gpu:8
 : "${TIME=24:00:00}"            # limit of the job
 : "${STOP_BEFORE=300}"          # requeue.sh: seconds before the limit at which to save and stop: a step and a checkpoint
