@@ -1,5 +1,6 @@
 """Weights and checkpoints are upstream's: they travel between Hugging Face, upstream's layer and ours."""
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,8 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tests import ranks
 from tests.training import Run, config, record, spec, upstream, upstream_casts
+from titan_mega_moe.op import reference
+from titan_mega_moe.trainer import StoppableTrainer
 
 TINY = Run(layers=2, hidden_dim=64, steps=4)
 
@@ -88,3 +91,30 @@ def test_checkpoints_are_exchangeable(direction, tmp_path):
     whole = ranks.run(2, uninterrupted, first, str(tmp_path / "whole"), timeout=280)[0]
     assert len(before) == len(after) == 2 and len(whole) == 4
     assert before + after == pytest.approx(whole, rel=1e-5)
+
+
+def gives_up_in_step_3(folder: str) -> tuple[str, list[str]]:
+    """The error of a training whose kernels give up in its third step, and the checkpoints that it leaves."""
+    settings = config(TINY, folder)
+    settings.checkpoint = CheckpointManager.Config(enable=True, interval=2, enable_first_step_checkpoint=False)
+    trainer = StoppableTrainer(settings)
+
+    def check(wait: bool) -> None:
+        # As on a GPU: only who waits for the device knows of the step that it still works on.
+        if trainer.step > 3 or (trainer.step == 3 and wait):
+            raise RuntimeError("waited 60 s for the combined sums of rank 1")
+
+    reference.BACKEND.check = check
+    try:
+        trainer.train()
+    except RuntimeError as error:
+        return str(error), sorted(os.listdir(os.path.join(folder, "checkpoint")))
+    finally:
+        del reference.BACKEND.check
+        trainer.close()
+    return "", []
+
+
+def test_a_step_whose_kernels_gave_up_is_not_saved(tmp_path):
+    said, saved = ranks.run(1, gives_up_in_step_3, str(tmp_path), timeout=280)[0]
+    assert said == "waited 60 s for the combined sums of rank 1" and saved == ["step-2"]

@@ -5,6 +5,7 @@ A backend module is imported at its first use, so a missing dependency is a reas
 
 import importlib
 import logging
+import sys
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -142,12 +143,25 @@ class Backend(Protocol):
     def buffer_bytes(self, plan: BufferPlan) -> int | None:
         """Bytes that `prepare` takes on each rank's device; None when only a library it calls knows."""
 
+    def check(self, wait: bool) -> None:
+        """Raise RuntimeError if a kernel has given up waiting for a peer; wait: let those that still run end first."""
+
 
 def load(name: str) -> Backend:
     """The backend object of that name. Raises ValueError if unknown, ImportError if it cannot be imported."""
     if name not in _MODULES:
         raise ValueError(f"mega_moe: backend is {name!r}; it must be one of {', '.join(NAMES)}")
     return importlib.import_module(_MODULES[name]).BACKEND
+
+
+def check(wait: bool = False) -> None:
+    """`check` of every backend that has been loaded: numbers made since its kernels gave up are wrong.
+
+    Every call of the op checks too, but not the replay of a CUDA graph, and nothing after the last call.
+    """
+    for module in _MODULES.values():
+        if module in sys.modules:
+            sys.modules[module].BACKEND.check(wait)
 
 
 def unavailable_reason(name: str, device: torch.device | str) -> str | None:

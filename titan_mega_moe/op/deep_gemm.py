@@ -214,6 +214,9 @@ class DeepGemm:
     def buffer_bytes(self, plan: BufferPlan) -> None:
         """The build alone knows."""
 
+    def check(self, wait: bool) -> None:
+        """The build tells nothing."""
+
     def forward(
         self,
         call: Call,

@@ -86,6 +86,9 @@ class Reference:
     def buffer_bytes(self, plan: BufferPlan) -> int:
         return 0
 
+    def check(self, wait: bool) -> None:
+        """Collectives raise by themselves."""
+
     def saved_like(self, call: Call, *tensors: torch.Tensor) -> list[torch.Tensor]:
         return []
 

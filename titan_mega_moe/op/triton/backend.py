@@ -183,6 +183,12 @@ class FusedBackend:
     def buffer_bytes(self, plan: BufferPlan) -> int | None:
         return nbytes(plan)
 
+    def check(self, wait: bool) -> None:
+        for work in self._workspaces.values():
+            if wait:
+                torch.cuda.synchronize(work.plan.device)
+            work.symm.check()
+
     def _compile(self, plan: BufferPlan) -> None:
         """Runs the op once without tokens, so that no rank compiles while another waits for its flags."""
         group = group_of(plan.group_name)
