@@ -4,8 +4,8 @@
     python scripts/plan.py --start --world-sizes 8,64,1024 FILE [--section.key value ...]
 
 The first gives mesh, global batch and memory per GPU of each file and number of GPUs. With --start, rank 0 of so many
-is also built and trains a step, on this CPU with TorchTitan's fake backend, for the time and host memory that it takes
-to start: cut the model with --model.layers to what fits here.
+is also started, on this CPU with TorchTitan's fake backend, for the time and host memory that it takes until its first
+step: cut the model with --model.layers to what fits here.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from titan_mega_moe import planner
 GIB = 2**30
 PLAN = ["model", "GPUs", "mesh", "global batch", "tokens a step", "parameters, gradients, optimizer", "activations"]
 PLAN += ["buffers", "total, GiB"]
-START = ["GPUs", "mesh", "largest checkpoint shard, GiB", "files a checkpoint", "planning, s", "start to step 1, s"]
+START = ["GPUs", "mesh", "largest checkpoint shard, GiB", "files a checkpoint", "planning, s", "start, s"]
 START += ["host memory, GiB"]
 CPU = ["--device.kind", "cpu", "--comm.mode", "fake_backend", "--training.steps", "1", "--training.seq_len", "128"]
 CPU += ["--training.local_batch_size", "1", "--training.mixed_precision_param", "float32", "--mega_moe.backend", "auto"]
@@ -74,10 +74,11 @@ def started(file: str, overrides: list[str], plan: planner.Plan, planning: float
         first, lines = 0.0, []
         for line in process.stdout:
             lines.append(line)
-            if "step:  1" in line:
+            if "Training starts at step" in line:
                 first = time.monotonic() - begin
-        _, status, used = os.wait4(process.pid, 0)
-    if status != 0:
+                process.kill()  # a step of this model on a CPU is of no interest
+        _, _, used = os.wait4(process.pid, 0)
+    if not first:
         sys.exit("".join(lines[-20:]))
     saved = f"{(plan.parameters + plan.optimizer) / GIB:.2f}"
     # One file a rank and the metadata: all ranks hold a part of every sharded tensor.
