@@ -463,3 +463,24 @@ def test_a_toml_gives_its_models_shape():
     experts = node.routed_experts.inner_experts
     assert (experts.dim, experts.hidden_dim, node.num_experts) == (shape.D, shape.F, shape.E)
     assert node.router.top_k == shape.K
+
+
+@pytest.mark.timeout(300)
+def test_routing_recorded_in_training_is_replayed(tmp_path):
+    root = Path(__file__).parents[1]
+    small = ["--model.layers", "1", "--training.local_batch_size", "1", "--training.seq_len", "32"]
+    recording = ["--training.steps", "1", "--metrics.routing_step", "1", "--dump_folder", str(tmp_path)]
+    command = [sys.executable, "-m", "titan_mega_moe"]
+    train = [*command, "train", str(root / "train_configs" / "debug_cpu.toml"), *small, *recording]
+    done = subprocess.run(train, capture_output=True, text=True, timeout=120, cwd=root)
+    assert done.returncode == 0, done.stderr[-3000:]
+    ids = torch.load(tmp_path / "routing_step_1.pt")
+    assert ids.shape == (2, 32, 8) and ids.dtype == torch.int64 and not torch.equal(ids[0], ids[1])
+    lines = (tmp_path / "records" / "rank_0.jsonl").read_text().splitlines()
+    counts = torch.bincount(ids.flatten(), minlength=64)
+    load = json.loads(lines[0])["moe/layer_0/expert_load(max/mean)"]
+    assert load == pytest.approx(float(counts.max() / counts.float().mean()))
+    again = ["--experts", "64", "--shapes", "32x64x64", "--routing", f"file:{tmp_path / 'routing_step_1.pt'}"]
+    quick = ["--layers", "reference", "--bursts", "1", "--timed", "1", "--warmups", "1", "--sustained", "1"]
+    done = subprocess.run([*command, "bench", *again, *quick], capture_output=True, text=True, timeout=120, cwd=root)
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -44,11 +44,17 @@ class RecordedMetrics(MetricsProcessor):
         gradient_steps: int = 0
         """In the first so many steps each rank also records the norm of every parameter's gradient, see gradients()"""
 
+        routing_step: int = 0
+        """Of this step, save the expert ids of the first layer with experts as routing_step_N.pt in dump_folder: int64,
+        (ranks, tokens, K), for `bench --routing file:PATH`. Not of layers that are compiled or in a CUDA graph."""
+
     def __init__(self, config: Config, *, dump_folder: str = "./outputs", **kwargs: Any) -> None:
         super().__init__(config, dump_folder=dump_folder, **kwargs)
         self._record = RecordLogger(Path(dump_folder) / FOLDER / f"rank_{torch.distributed.get_rank()}.jsonl")
         self.logger: BaseLogger = _both(self.logger, self._record)
-        self._gradient_steps = config.gradient_steps
+        self._gradient_steps, self._routing_step = config.gradient_steps, config.routing_step
+        self._routing_file = Path(dump_folder) / f"routing_step_{config.routing_step}.pt"
+        self._ids_TK: torch.Tensor | None = None
         self._seen_LE: torch.Tensor | None = None
         self._counts_LE: torch.Tensor | None = None
 
@@ -63,6 +69,24 @@ class RecordedMetrics(MetricsProcessor):
             handle = self.optimizers.register_step_pre_hook(lambda *_: self._count())
             hooks: Any = self.optimizers._optimizer_step_pre_hooks
             hooks.move_to_end(handle.id, last=False)
+            if self._routing_step > 0:
+                first = next(iter(_moe_blocks(self.model_parts).values()))
+                first.moe.routed_experts.register_forward_pre_hook(self._keep_ids)
+
+    def _keep_ids(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        if module.training and not torch.compiler.is_compiling():
+            self._ids_TK = _local(args[2]).detach().flatten(0, -2)
+
+    def _save_routing(self) -> None:
+        if self._ids_TK is None:
+            raise RuntimeError(
+                "metrics.routing_step: no expert ids were seen; set compile.enable = false and "
+                "training.disable_cuda_graphs = true to record them"
+            )
+        everyone: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(everyone, self._ids_TK.cpu())
+        if torch.distributed.get_rank() == 0:
+            torch.save(torch.stack(everyone).long(), self._routing_file)
 
     def _count(self) -> None:
         moes = [block.moe for block in _moe_blocks(self.model_parts).values()]
@@ -81,6 +105,8 @@ class RecordedMetrics(MetricsProcessor):
     ) -> None:
         load = self._load() if self._counts_LE is not None else {}
         super().log(step, global_avg_loss, global_max_loss, grad_norm, {**load, **(extra_metrics or {})})
+        if step == self._routing_step:
+            self._save_routing()
         if step <= self._gradient_steps and self.model_parts is not None:
             self._record.log({"gradients": gradients(self.model_parts)}, step)
 

@@ -37,7 +37,8 @@ SHAPES = {"cuda": "16384x2048x768,8192x4096x1536,4096x2048x768", "cpu": "256x64x
 LAYERS = {"cuda": "triton,deep_gemm,alltoall,minimal_async_ep,deepep", "cpu": "reference,alltoall"}
 CHECKS = 40
 _EPILOG = f"""Routings: {", ".join(routing.KINDS)}, skewed:RATIO (rank 0's experts get RATIO times the rows of
-any other rank's), file:PATH (ids saved by torch.save, int64, (tokens, K) or (ranks, tokens, K)).
+any other rank's), file:PATH (ids saved by torch.save, int64, (tokens, K) or (ranks, tokens, K);
+`train FILE --metrics.routing_step N` leaves such a file of its step N).
 Layers: {", ".join(backends.NAMES[1:])} (the op; add :inputs for keep = "inputs"), {", ".join(DISPATCHERS)}.
 Every other --section.key overrides that key of FILE, as `train` takes it.
 Exit code: 0 all is well, 1 an error is beyond its limit or bits differ, 2 bad input."""
