@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun")
-INSTALL = ["apt-get", "install", "-y", "--no-install-recommends", "slurm-wlm", "munge"]
+INSTALL = ["apt-get", "-o", "DPkg::Lock::Timeout=120", "install", "-y", "--no-install-recommends", "slurm-wlm", "munge"]
 
 CONFIG = """
 ClusterName=test

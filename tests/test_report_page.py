@@ -27,8 +27,9 @@ MEASURE = """<script>addEventListener('load', () => {
 @pytest.fixture(scope="module")
 def chromium():
     if shutil.which("chromium") is None and shutil.which("apt-get") and os.geteuid() == 0:
-        subprocess.run(["apt-get", "update", "-q"], capture_output=True, timeout=120)
-        subprocess.run(["apt-get", "install", "-q", "-y", "chromium"], capture_output=True, timeout=240)
+        quiet = ["apt-get", "-q", "-y", "-o", "DPkg::Lock::Timeout=120"]
+        subprocess.run([*quiet, "update"], capture_output=True, timeout=180)
+        subprocess.run([*quiet, "install", "chromium"], capture_output=True, timeout=300)
     return shutil.which("chromium") or pytest.skip("no chromium here, and apt-get cannot install it")
 
 
@@ -49,7 +50,7 @@ def page(tmp_path_factory):
     return folder / "measured.html"
 
 
-@pytest.mark.timeout(420)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("width", [1200, 500])
 def test_plots_and_tables_are_there_and_fit(chromium, page, width, tmp_path):
     quiet = "--no-sandbox --disable-gpu --no-first-run --disable-background-networking --disable-component-update"

@@ -74,7 +74,7 @@ def losses(run: Path) -> dict[int, float]:
     file = run / "records" / "rank_0.jsonl"
     lines = file.read_text().splitlines() if file.exists() else []
     records = [json.loads(line) for line in lines if line.endswith("}")]
-    return {record["step"]: record["loss_metrics/global_avg_loss"] for record in records}
+    return {r["step"]: r["loss_metrics/global_avg_loss"] for r in records if "grad_norm" in r}
 
 
 def until_step(run: Path, step: int, log: Path, seconds: float = 120) -> None:
