@@ -118,7 +118,7 @@ def test_the_files_of_the_report_hold_what_the_training_processes_recorded(shipp
         right = theirs_1[name]
         furthest = max(abs(norm - right[0]), abs(even - right[1]), abs(odd - right[2])) / right[0]
         assert differences[name] == pytest.approx(furthest)
-    # Measured: 1e-2 at most.
+    # Measured: 2.3e-2 at most.
     assert max(differences.values()) < 0.1
     page = (out / "report.html").read_text()
     assert page.count("data:image/png;base64,") == 3 and "http" not in page.replace("http://www.w3.org", "")
