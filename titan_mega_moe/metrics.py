@@ -105,7 +105,7 @@ class RecordedMetrics(MetricsProcessor):
     ) -> None:
         load = self._load() if self._counts_LE is not None else {}
         super().log(step, global_avg_loss, global_max_loss, grad_norm, {**load, **(extra_metrics or {})})
-        if step == self._routing_step:
+        if 0 < step == self._routing_step:
             self._save_routing()
         if step <= self._gradient_steps and self.model_parts is not None:
             self._record.log({"gradients": gradients(self.model_parts)}, step)
