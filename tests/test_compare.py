@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.test_traces import ranges_of
 from titan_mega_moe import cli
 
 ROOT = Path(__file__).parents[1]
@@ -156,6 +157,14 @@ def test_a_layer_with_wrong_gradients_ends_with_1_and_its_tensor_is_named(tmp_pa
     splits = [run["time_split"] for run in json.loads((out / "report.json").read_text())["runs"]]
     assert all(sum(s.values()) == pytest.approx(100) and s["experts"] > 0 and s["optimizer"] > 0 for s in splits)
     assert "percent of the profiled step" in done.stdout and (out / "time_split.png").is_file()
+    # Of our layer the phases are those that it named while it trained, forward and backward.
+    (trace,) = (out / "mega_moe").glob("**/rank0_trace.json*")
+    durations, length = ranges_of(trace)
+    assert {name: len(d) for name, d in durations.items()} == dict.fromkeys(("forward", "backward"), 1) | dict.fromkeys(
+        ("dispatch", "experts", "combine"), 2
+    )
+    for name in ("dispatch", "combine"):
+        assert splits[0][name] == pytest.approx(100 * sum(durations[name]) / length, rel=0.05)
 
 
 @pytest.mark.timeout(600)

@@ -2,15 +2,30 @@
 
 import gzip
 import json
+from collections import defaultdict
 
 import pytest
 import torch
 
 from titan_mega_moe import traces
+from titan_mega_moe.op import mega_moe
+from titan_mega_moe.op.ranges import phase
 
 
 def event(name, ts, dur, cat="kernel", tid=7):
     return {"ph": "X", "name": name, "ts": ts, "dur": dur, "cat": cat, "pid": 0, "tid": tid}
+
+
+def ranges_of(file):
+    """Durations of the layer's ranges in a CPU's trace, and from the first operator's start to the last one's end."""
+    with (gzip.open if file.suffix == ".gz" else open)(file, "rt") as lines:
+        events = [e for e in json.load(lines)["traceEvents"] if e.get("ph") == "X"]
+    found = defaultdict(list)
+    for e in events:
+        if e["cat"] == "user_annotation" and e["name"].startswith("mega_moe::"):
+            found[e["name"].removeprefix("mega_moe::")].append(e["dur"])
+    ops = [(e["ts"], e["ts"] + e["dur"]) for e in events if e["cat"] == "cpu_op"]
+    return dict(found), max(end for _, end in ops) - min(start for start, _ in ops)
 
 
 def split(tmp_path, *events):
@@ -64,15 +79,56 @@ def test_no_trace_is_none(tmp_path):
     assert traces.time_split(tmp_path) is None
 
 
-def test_a_trace_of_the_real_profiler(tmp_path):
-    x = torch.randn(512, 512)
-    x = x @ x / 512  # the first product sets up what the others use
+def test_a_phase_keeps_what_it_calls_and_the_time_between(tmp_path):
+    """The combine's all-to-all is no dispatch; what a phase spends in no operator is the phase's all the same."""
+    found = split(
+        tmp_path,
+        event("titan_mega_moe::mega_moe", 0, 90, "cpu_op"),
+        event("mega_moe::forward", 0, 90, "user_annotation"),
+        event("mega_moe::dispatch", 0, 20, "user_annotation"),
+        event("c10d::alltoall_base_", 5, 10, "cpu_op"),
+        event("mega_moe::experts", 20, 40, "user_annotation"),
+        event("aten::_foreach_add_", 30, 10, "cpu_op"),
+        event("mega_moe::combine", 60, 25, "user_annotation"),
+        event("c10d::alltoall_base_", 65, 15, "cpu_op"),
+        event("aten::copy_", 70, 5, "cpu_op"),
+        event("c10d::alltoall_base_", 90, 10, "cpu_op"),  # another layer's
+    )
+    assert found == pytest.approx({"dispatch": 20 + 10, "experts": 40 + 5, "combine": 25, "idle": 0})
+
+
+def test_the_op_names_its_phases_and_their_time_is_that_of_the_ranges(tmp_path):
+    g = torch.Generator().manual_seed(0)
+    T, D, F, E, K = 64, 32, 48, 4, 2
+    x, w1, w3 = (torch.randn(*size, generator=g) for size in ((T, D), (E, F, D), (E, F, D)))
+    leaves = [x, torch.rand(T, K, generator=g), w1, torch.randn(E, D, F, generator=g), w3]
+    for leaf in leaves:
+        leaf.requires_grad_()
+    x, scores, *weights = leaves
+    ids = torch.randint(E, (T, K), generator=g)
+
+    def step():
+        y = mega_moe(x, ids, scores, *weights, num_experts=E, group=None, backend="reference")
+        torch.autograd.grad(y.sum(), leaves)
+
+    step()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        with torch.profiler.record_function("mega_moe::experts"):
-            for _ in range(20):
-                x = x @ x / 512
-        x.neg()
+        for _ in range(3):
+            step()
     profile.export_chrome_trace(str(tmp_path / "rank0_trace.json"))
+    durations, length = ranges_of(tmp_path / "rank0_trace.json")
+    assert {name: len(found) for name, found in durations.items()} == {
+        "forward": 3, "backward": 3, "dispatch": 6, "experts": 6, "combine": 6
+    }  # fmt: skip
     found = traces.time_split(tmp_path)
-    assert found["experts"] > found["other"] > 0
     assert sum(found.values()) == pytest.approx(100)
+    for name in ("dispatch", "combine"):
+        assert found[name] == pytest.approx(100 * sum(durations[name]) / length, rel=1e-3)
+    both = sum(durations["forward"]) + sum(durations["backward"])
+    assert found["experts"] >= 100 * sum(durations["experts"]) / length
+    # The ops themselves are a little longer than what they run.
+    assert found["dispatch"] + found["experts"] + found["combine"] >= 100 * both / length
+
+
+def test_without_a_profiler_a_range_is_nothing():
+    assert phase("dispatch") is phase("combine")

@@ -8,9 +8,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-# What a kernel or operator belongs to: the first category with a pattern in its name, else that of what encloses it.
+# What a kernel or operator belongs to: the range of a phase of ours that encloses it, else the first category with a
+# pattern in its name, else that of what encloses it.
 CATEGORIES = {
-    "dispatch": r"mega_moe::dispatch|^(publish|count|scan|tiles|place|begin)$|(?i:all_?to_?all)|async.*dispatch",
+    "dispatch": (
+        r"mega_moe::(dispatch|routing)|^(publish|count|scan|tiles|place|begin)$|(?i:all_?to_?all)|async.*dispatch"
+    ),
     "combine": r"mega_moe::combine|^combine$|async.*combine",
     "experts": r"mega_moe|^(gate_up|down|weight_grad)|grouped|moe_",
     "attention": r"(?i)attention|flash|flex|sdpa|fmha",
@@ -19,6 +22,7 @@ CATEGORIES = {
 }
 OTHER, IDLE = "other", "idle"
 _GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
+_PHASE = re.compile(r"^mega_moe::(?!forward|backward)")  # op/ranges.py: what runs inside is that, whatever its name
 
 
 def time_split(folder: Path) -> dict[str, float] | None:
@@ -51,17 +55,19 @@ def _by_category(events: list[dict[str, Any]], work: set[str]) -> dict[str, floa
     for event in events:
         by_thread[event["pid"], event["tid"]].append(event)
     for thread in by_thread.values():
-        open_events: list[tuple[float, str, str]] = []  # end, category, kind of event
+        open_events: list[tuple[float, str, bool, bool]] = []  # end, category, is work or in it, is a phase or in it
         for event in sorted(thread, key=lambda e: (e["ts"], -e["dur"])):
             while open_events and event["ts"] >= open_events[-1][0]:
                 open_events.pop()
-            enclosing = open_events[-1] if open_events else (0.0, OTHER, "")
-            category = _category(event["name"], enclosing[1])
-            if event["cat"] in work:
+            _, around, in_work, in_phase = open_events[-1] if open_events else (0.0, OTHER, False, False)
+            phase = _PHASE.match(event["name"]) is not None
+            category = around if in_phase and not phase else _category(event["name"], around)
+            counts = in_work or event["cat"] in work
+            if counts:
                 spent[category] += event["dur"]
-                if enclosing[2] in work:
-                    spent[enclosing[1]] -= event["dur"]
-            open_events.append((event["ts"] + event["dur"], category, event["cat"]))
+            if in_work:
+                spent[around] -= event["dur"]
+            open_events.append((event["ts"] + event["dur"], category, counts, in_phase or phase))
     return spent
 
 

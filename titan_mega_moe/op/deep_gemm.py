@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 
 from titan_mega_moe.op.backends import BufferPlan, Call, group_of
+from titan_mega_moe.op.ranges import phase
 
 # What a build must have to train: each function and the keywords it is called with. Tensors go by position.
 FUNCTIONS: dict[str, set[str]] = {
@@ -230,11 +231,14 @@ class DeepGemm:
         build = self._build()
         in_range = ((ids_TK >= -1) & (ids_TK < call.num_experts)).all()
         torch._assert_async(in_range, f"mega_moe: an expert id is outside [-1, {call.num_experts})")
-        buffer = self._load(call, x_TD, ids_TK, scores_TK, w1_eFD)
-        l1_eGD = pack(w1_eFD, w3_eFD, build.natural_l1)
-        l2_eDF = w2_eDF.to(torch.bfloat16).contiguous()
+        with phase("load"):
+            buffer = self._load(call, x_TD, ids_TK, scores_TK, w1_eFD)
+        with phase("pack"):
+            l1_eGD = pack(w1_eFD, w3_eFD, build.natural_l1)
+            l2_eDF = w2_eDF.to(torch.bfloat16).contiguous()
         y_TD = torch.empty_like(x_TD, dtype=torch.bfloat16, memory_format=torch.contiguous_format)
-        build.module.bf16_mega_moe(y_TD, l1_eGD, l2_eDF, buffer, activation_clamp=None, **build.options())
+        with phase("kernel"):
+            build.module.bf16_mega_moe(y_TD, l1_eGD, l2_eDF, buffer, activation_clamp=None, **build.options())
         saved = [l1_eGD] if call.keep == "activations" else []
         if call.keep == "activations" and w2_eDF.dtype != torch.bfloat16:
             saved.append(l2_eDF)
@@ -272,27 +276,30 @@ class DeepGemm:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         build = self._build()
         F = w1_eFD.shape[1]
-        # Other layers have used the buffer since the forward.
-        buffer = self._load(call, x_TD, ids_TK, scores_TK, w1_eFD)
-        l1_eGD = saved[0] if saved else pack(w1_eFD, w3_eFD, build.natural_l1)
-        l2_eDF = saved[1] if len(saved) > 1 else w2_eDF.to(torch.bfloat16).contiguous()
+        with phase("load"):  # other layers have used the buffer since the forward
+            buffer = self._load(call, x_TD, ids_TK, scores_TK, w1_eFD)
+        with phase("pack"):
+            l1_eGD = saved[0] if saved else pack(w1_eFD, w3_eFD, build.natural_l1)
+            l2_eDF = saved[1] if len(saved) > 1 else w2_eDF.to(torch.bfloat16).contiguous()
         dx_TD = torch.empty_like(x_TD, dtype=torch.bfloat16, memory_format=torch.contiguous_format)
         dl1_eGD = torch.empty_like(l1_eGD, dtype=w1_eFD.dtype)
         dw2_eDF = torch.empty_like(l2_eDF, dtype=w2_eDF.dtype)
         dscores_TK = torch.empty(scores_TK.shape, dtype=torch.float32, device=scores_TK.device)
-        build.module.bf16_mega_moe_backward(
-            dx_TD,
-            dl1_eGD,
-            dw2_eDF,
-            dscores_TK,
-            dy_TD.to(torch.bfloat16).contiguous(),
-            l1_eGD,
-            l2_eDF,
-            buffer,
-            activation_clamp=None,
-            dw_natural_layout=True,
-            **build.options(),
-        )
+        dy = dy_TD.to(torch.bfloat16).contiguous()
+        with phase("kernel"):
+            build.module.bf16_mega_moe_backward(
+                dx_TD,
+                dl1_eGD,
+                dw2_eDF,
+                dscores_TK,
+                dy,
+                l1_eGD,
+                l2_eDF,
+                buffer,
+                activation_clamp=None,
+                dw_natural_layout=True,
+                **build.options(),
+            )
         dscores_TK.masked_fill_(ids_TK < 0, 0)  # no build promises to write the slots that have no expert
         dw1_eFD, dw3_eFD = (w.clone(memory_format=torch.contiguous_format) for w in dl1_eGD.split(F, dim=1))
         return dx_TD.to(x_TD.dtype), dscores_TK.to(scores_TK.dtype), dw1_eFD, dw2_eDF, dw3_eFD

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from titan_mega_moe.op.backends import Call, load
+from titan_mega_moe.op.ranges import phase
 
 _TENSORS = "Tensor x, Tensor ids, Tensor scores, Tensor w1, Tensor w2, Tensor w3"
 _STATIC = "int num_experts, str group, str backend, ScalarType compute_dtype, str keep"
@@ -39,7 +40,8 @@ def _(
     keep: str,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     call = Call(num_experts, group, compute_dtype, keep)
-    with torch.autocast(x.device.type, enabled=False):  # compute_dtype alone says how operands are rounded
+    # compute_dtype alone says how operands are rounded
+    with torch.autocast(x.device.type, enabled=False), phase("forward"):
         return load(backend).forward(call, x, ids, scores, w1, w2, w3)
 
 
@@ -78,7 +80,7 @@ def _(
     keep: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     call = Call(num_experts, group, compute_dtype, keep)
-    with torch.autocast(x.device.type, enabled=False):
+    with torch.autocast(x.device.type, enabled=False), phase("backward"):
         return load(backend).backward(call, dy, x, ids, scores, w1, w2, w3, saved)
 
 

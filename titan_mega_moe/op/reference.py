@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from titan_mega_moe.op.backends import BufferPlan, Call
+from titan_mega_moe.op.ranges import phase
 
 
 @dataclass(frozen=True)
@@ -103,18 +104,21 @@ class Reference:
         w3_eFD: torch.Tensor,
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         T, K = ids_TK.shape
-        routing = _Routing.build(call, ids_TK)
-        x_RD = routing.dispatch(x_TD.to(call.compute_dtype)[routing.slot_N // K])
-        o_RD = x_RD.new_empty(x_RD.shape, dtype=_wide(call))
-        start = 0
-        for i, rows in enumerate(routing.rows_e):
-            r = slice(start, start := start + rows)
-            x, w1, w2, w3 = (_operand(call, t) for t in (x_RD[r], w1_eFD[i], w2_eDF[i], w3_eFD[i]))
-            h = F.silu(x @ w1.T) * (x @ w3.T)
-            o_RD[r] = _operand(call, h) @ w2.T
-        o_TKD = routing.to_slots(routing.combine(o_RD), T, K)
-        # A slot without an expert adds nothing, whatever its score is.
-        y_TD = (o_TKD * scores_TK.masked_fill(ids_TK < 0, 0).unsqueeze(-1)).sum(1)
+        with phase("dispatch"):
+            routing = _Routing.build(call, ids_TK)
+            x_RD = routing.dispatch(x_TD.to(call.compute_dtype)[routing.slot_N // K])
+        with phase("experts"):
+            o_RD = x_RD.new_empty(x_RD.shape, dtype=_wide(call))
+            start = 0
+            for i, rows in enumerate(routing.rows_e):
+                r = slice(start, start := start + rows)
+                x, w1, w2, w3 = (_operand(call, t) for t in (x_RD[r], w1_eFD[i], w2_eDF[i], w3_eFD[i]))
+                h = F.silu(x @ w1.T) * (x @ w3.T)
+                o_RD[r] = _operand(call, h) @ w2.T
+        with phase("combine"):
+            o_TKD = routing.to_slots(routing.combine(o_RD), T, K)
+            # A slot without an expert adds nothing, whatever its score is.
+            y_TD = (o_TKD * scores_TK.masked_fill(ids_TK < 0, 0).unsqueeze(-1)).sum(1)
         return y_TD.to(x_TD.dtype), []
 
     def backward(
@@ -130,32 +134,35 @@ class Reference:
         saved: list[torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         T, K = ids_TK.shape
-        routing = _Routing.build(call, ids_TK)
-        token_N = routing.slot_N // K
-        x_RD, dy_RD = (routing.dispatch(t.to(call.compute_dtype)[token_N]) for t in (x_TD, dy_TD))
-        s_R1 = routing.dispatch(scores_TK.reshape(-1, 1)[routing.slot_N]).to(_wide(call))
-        dx_RD = x_RD.new_empty(x_RD.shape, dtype=_wide(call))
-        ds_R = s_R1.new_empty(s_R1.shape[0])
-        dw1_eFD, dw2_eDF, dw3_eFD = (t.new_empty(t.shape) for t in (w1_eFD, w2_eDF, w3_eFD))
-        start = 0
-        for i, rows in enumerate(routing.rows_e):
-            r = slice(start, start := start + rows)
-            x, dy, w1, w2, w3 = (_operand(call, t) for t in (x_RD[r], dy_RD[r], w1_eFD[i], w2_eDF[i], w3_eFD[i]))
-            g, u, s = x @ w1.T, x @ w3.T, s_R1[r]
-            sig = torch.sigmoid(g)
-            silu = g * sig
-            h = silu * u
-            dh_unscaled = dy @ w2
-            dh = s * dh_unscaled
-            ds_R[r] = (h * dh_unscaled).sum(1)
-            dg = _operand(call, dh * u * sig * (1 + g * (1 - sig)))
-            du = _operand(call, dh * silu)
-            dw2_eDF[i] = dy.T @ _operand(call, s * h)
-            dw1_eFD[i] = dg.T @ x
-            dw3_eFD[i] = du.T @ x
-            dx_RD[r] = dg @ w1 + du @ w3
-        dx_TD = routing.to_slots(routing.combine(dx_RD), T, K).sum(1)
-        ds_TK = routing.to_slots(routing.combine(ds_R), T, K)
+        with phase("dispatch"):
+            routing = _Routing.build(call, ids_TK)
+            token_N = routing.slot_N // K
+            x_RD, dy_RD = (routing.dispatch(t.to(call.compute_dtype)[token_N]) for t in (x_TD, dy_TD))
+            s_R1 = routing.dispatch(scores_TK.reshape(-1, 1)[routing.slot_N]).to(_wide(call))
+        with phase("experts"):
+            dx_RD = x_RD.new_empty(x_RD.shape, dtype=_wide(call))
+            ds_R = s_R1.new_empty(s_R1.shape[0])
+            dw1_eFD, dw2_eDF, dw3_eFD = (t.new_empty(t.shape) for t in (w1_eFD, w2_eDF, w3_eFD))
+            start = 0
+            for i, rows in enumerate(routing.rows_e):
+                r = slice(start, start := start + rows)
+                x, dy, w1, w2, w3 = (_operand(call, t) for t in (x_RD[r], dy_RD[r], w1_eFD[i], w2_eDF[i], w3_eFD[i]))
+                g, u, s = x @ w1.T, x @ w3.T, s_R1[r]
+                sig = torch.sigmoid(g)
+                silu = g * sig
+                h = silu * u
+                dh_unscaled = dy @ w2
+                dh = s * dh_unscaled
+                ds_R[r] = (h * dh_unscaled).sum(1)
+                dg = _operand(call, dh * u * sig * (1 + g * (1 - sig)))
+                du = _operand(call, dh * silu)
+                dw2_eDF[i] = dy.T @ _operand(call, s * h)
+                dw1_eFD[i] = dg.T @ x
+                dw3_eFD[i] = du.T @ x
+                dx_RD[r] = dg @ w1 + du @ w3
+        with phase("combine"):
+            dx_TD = routing.to_slots(routing.combine(dx_RD), T, K).sum(1)
+            ds_TK = routing.to_slots(routing.combine(ds_R), T, K)
         return dx_TD.to(x_TD.dtype), ds_TK.to(scores_TK.dtype), dw1_eFD, dw2_eDF, dw3_eFD
 
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from titan_mega_moe.op.backends import BufferPlan, Call, group_of
+from titan_mega_moe.op.ranges import phase
 from titan_mega_moe.op.symm_buffer import TIMEOUT_SECONDS, copies_of
 from titan_mega_moe.op.triton import cuda, routing
 from titan_mega_moe.op.triton.cuda import Params, tensor_map
@@ -69,14 +70,16 @@ class FusedBackend:
         ids = ids_TK.contiguous()
         saved = self.saved_like(call, x_TD, ids_TK, scores_TK, w1_eFD, w2_eDF, w3_eFD)
         tables = Tables(saved[0], work.sizes)
-        routing.announce(work.symm, work.scratch, work.sizes, ids, scores_TK.float().contiguous())
+        with phase("routing"):
+            routing.announce(work.symm, work.scratch, work.sizes, ids, scores_TK.float().contiguous())
         if x.shape[0] > work.symm.t_max:  # the peers know now, and stop too
             raise ValueError(
                 f"mega_moe: {x.shape[0]} tokens, but the buffers were made for at most {work.symm.t_max}; "
                 "set [mega_moe] max_tokens to the largest number of tokens of a rank"
             )
         sent = _beside(work, lambda: work.symm.send(x, 0))
-        routing.build(work.symm, work.scratch, tables, work.sizes)
+        with phase("routing"):
+            routing.build(work.symm, work.scratch, tables, work.sizes)
         kept = saved[1:] if call.keep == "activations" else None
         scaled_h = _gate_up(work, tables, x, w1, w3, kept)
         _launch(
@@ -129,7 +132,8 @@ class FusedBackend:
         dy, x, w1, w2, w3 = _bf16(dy_TD, x_TD, w1_eFD, w2_eDF, w3_eFD)
         tables = Tables(saved[0], work.sizes)
         recompute = call.keep == "inputs"
-        routing.begin_call(work.symm, work.scratch)
+        with phase("routing"):
+            routing.begin_call(work.symm, work.scratch)
 
         def send() -> None:
             if recompute:
@@ -262,7 +266,7 @@ def _bf16(*tensors: torch.Tensor) -> Tensors:
 def _beside(work: Workspace, run) -> torch.cuda.Event:
     """Runs on the side stream, after what the current stream holds; the event tells when it is done."""
     work.side.wait_stream(torch.cuda.current_stream(work.plan.device))
-    with torch.cuda.stream(work.side):
+    with torch.cuda.stream(work.side), phase("dispatch"):
         run()
         done = work.side.record_event()
     if work.symm.shares_gpu:  # copies within a GPU take multiprocessors, which waiting kernels would not leave them
@@ -322,7 +326,8 @@ def _launch(work: Workspace, name: str, tables: Tables, *, copy: int = 0, **fiel
         params, rows=tables.rows, scores=tables.scores, tiles=tables.tiles, num_tiles=tables.num_tiles,
         expert_rows=tables.expert_rows, row_of=tables.row_of, tokens=tables.tokens, tiles_of=tables.tiles_of, **fields,
     )  # fmt: skip
-    cuda.launch(name, params, work.multiprocessors, work.plan.device)
+    with phase(name):
+        cuda.launch(name, params, work.multiprocessors, work.plan.device)
 
 
 BACKEND = FusedBackend()
