@@ -40,11 +40,11 @@ def compare(all_ids: list[torch.Tensor], local_experts: int, t_max: int, calls: 
 
 def check(tables: routing.Tables, want: dict) -> None:
     number = len(want["tiles"])
-    assert tables.num_tiles.item() == number
+    assert tables.num_tiles[0].item() == number
     assert tables.tiles.view(-1, 4)[:number].tolist() == want["tiles"]
-    assert tables.tiles_of.tolist() == want["tiles_of"]
-    assert tables.tokens.tolist() == want["tokens"]
-    assert tables.expert_rows.tolist() == want["expert_rows"]
+    assert tables.tiles_of[: len(want["tiles_of"])].tolist() == want["tiles_of"]
+    assert tables.tokens[: len(want["tokens"])].tolist() == want["tokens"]
+    assert tables.expert_rows[: len(want["expert_rows"])].tolist() == want["expert_rows"]
     for row, source in want["rows"].items():
         assert tables.rows[row].item() == source, (row, source)
     for row, score in want["scores"].items():
@@ -69,7 +69,7 @@ def too_many_tokens(ep: int) -> None:
         buffer.epoch.fill_(1)
         tables = routing.Tables(torch.zeros(sizes.words, dtype=torch.int32), sizes)
         routing.build(buffer, routing.Scratch(sizes, torch.device("cpu")), tables, sizes)
-        assert tables.tokens.tolist() == [5] * (ep - 1) + [0]
+        assert tables.tokens[:ep].tolist() == [5] * (ep - 1) + [0]
         try:
             buffer.check()
         except RuntimeError as error:

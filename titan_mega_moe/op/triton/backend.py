@@ -11,7 +11,9 @@ Shape suffixes as in op/__init__.py; R rows are padded and counted for the worst
 The two streams meet before either pass returns.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +22,7 @@ from titan_mega_moe.op.backends import BufferPlan, Call, group_of
 from titan_mega_moe.op.ranges import phase
 from titan_mega_moe.op.symm_buffer import TIMEOUT_SECONDS, copies_of
 from titan_mega_moe.op.triton import cuda, routing
-from titan_mega_moe.op.triton.cuda import Params, tensor_map
+from titan_mega_moe.op.triton.cuda import Launch
 from titan_mega_moe.op.triton.routing import Sizes, Tables
 from titan_mega_moe.op.triton.workspace import Workspace, kept_shapes, nbytes, sizes_of
 
@@ -88,7 +90,8 @@ class FusedBackend:
         )  # fmt: skip
         y = torch.empty_like(x)
         _launch(work, "combine", tables, partial_rows=work.by_row, ids=ids, out=y)
-        torch.cuda.current_stream(x.device).wait_event(sent)
+        if sent is not None:
+            torch.cuda.current_stream(x.device).wait_event(sent)
         return y.to(x_TD.dtype), saved
 
     def saved_like(
@@ -167,7 +170,8 @@ class FusedBackend:
             c0=(dw1, (1, 16, 64)), c1=(dw3, (1, 16, 64)),
             partial_rows=rows, ids=ids_TK.contiguous(), out=dx, dscores_out=dscores, backward=1,
         )  # fmt: skip
-        torch.cuda.current_stream(x.device).wait_event(sent)
+        if sent is not None:
+            torch.cuda.current_stream(x.device).wait_event(sent)
         like = (x_TD, scores_TK, w1_eFD, w2_eDF, w3_eFD)
         return tuple(g.to(t.dtype) for g, t in zip((dx, dscores, dw1, dw2, dw3), like, strict=True))
 
@@ -181,7 +185,7 @@ class FusedBackend:
             plan = replace(plan, max_tokens=max(plan.max_tokens, have.plan.max_tokens), keep=keep)
         _check_plan(plan)
         work = self._workspaces[key] = Workspace(plan)
-        work.constants = [_constants(work, copy) for copy in range(copies_of(plan.keep))]
+        work.launches = _launches(work)
         self._compile(plan)
 
     def buffer_bytes(self, plan: BufferPlan) -> int | None:
@@ -196,8 +200,6 @@ class FusedBackend:
     def _compile(self, plan: BufferPlan) -> None:
         """Runs the op once without tokens, so that no rank compiles while another waits for its flags."""
         group = group_of(plan.group_name)
-        for name in cuda.KERNELS:
-            cuda.kernel(name, plan.device.index)
         if group is not None:
             dist.barrier(group)
         call = Call(plan.num_experts, plan.group_name, torch.bfloat16, plan.keep)
@@ -263,8 +265,11 @@ def _bf16(*tensors: torch.Tensor) -> Tensors:
     return tuple(t.to(torch.bfloat16).contiguous() for t in tensors)
 
 
-def _beside(work: Workspace, run) -> torch.cuda.Event:
-    """Runs on the side stream, after what the current stream holds; the event tells when it is done."""
+def _beside(work: Workspace, run: Callable[[], None]) -> torch.cuda.Event | None:
+    """Runs on the side stream, after what the current stream holds; the event tells when it is done. Without peers
+    there is nothing to run."""
+    if work.symm.ep_size == 1:
+        return None
     work.side.wait_stream(torch.cuda.current_stream(work.plan.device))
     with torch.cuda.stream(work.side), phase("dispatch"):
         run()
@@ -285,19 +290,17 @@ def _gate_up(
     """s * h by row. kept: where g and u, s * h and the sorted x go; None keeps only s * h, in the workspace."""
     # A forward that leaves nothing puts s * h where the backward will put dg.
     gate_up, scaled_h, sorted_x = kept if kept is not None else (None, work.dgate, None)
-    extra = {} if kept is None else {"keep": 1, "gate_up": gate_up, "sorted": (sorted_x, (64, 64))}
+    extra = {"keep": 0} if kept is None else {"keep": 1, "gate_up": gate_up, "sorted": (sorted_x, (64, 64))}
     box = (1, 128, 64)
     _launch(work, "gate_up", tables, own=x, copy=0, b0=(w1, box), b1=(w3, box), c0=(scaled_h, (16, 64)), **extra)
     return scaled_h
 
 
-def _constants(work: Workspace, copy: int) -> Params:
-    """What a kernel is told whatever the call: `copy` is the receive copy it gathers from."""
+def _launches(work: Workspace) -> dict[tuple[str, int], Launch]:
+    """Every kernel, ready for any call: by name and receive copy that it gathers from."""
     symm, scratch, plan, sizes = work.symm, work.scratch, work.plan, work.sizes
-    params = Params()
-    _fill(
-        params,
-        recv=symm.view("recv")[copy], landed=symm.view("landed")[copy], returned=symm.view("returned"),
+    constants: dict[str, Any] = dict(
+        returned=symm.view("returned"),
         dscores=work.dscores, done=scratch.done, tickets=scratch.tickets, summed=scratch.summed,
         epoch=symm.epoch, error=symm.error, peers=symm.peers,
         sums_offset=symm.regions["sums"].offset, dscores_offset=symm.regions["dscores"].offset,
@@ -305,29 +308,19 @@ def _constants(work: Workspace, copy: int) -> Params:
         D=plan.dim, F=plan.hidden_dim, experts=sizes.local_experts, rank=symm.rank, t_max=symm.t_max,
         ep_size=sizes.ep_size, top_k=plan.top_k, max_rows=sizes.rows, subs=symm.view("returned").shape[1],
     )  # fmt: skip
-    return params
+    return {
+        (name, copy): Launch(
+            name, plan.device, recv=symm.view("recv")[copy], landed=symm.view("landed")[copy], **constants
+        )
+        for name in cuda.KERNELS
+        for copy in range(copies_of(plan.keep))
+    }
 
 
-def _fill(params: Params, **fields) -> None:
-    """A field is a tensor (its address), (tensor, box) or a number."""
-    for field, value in fields.items():
-        if isinstance(value, tuple):
-            value = tensor_map(*value)
-        elif isinstance(value, torch.Tensor):
-            value = value.data_ptr()
-        setattr(params, field, value)
-
-
-def _launch(work: Workspace, name: str, tables: Tables, *, copy: int = 0, **fields) -> None:
-    """Runs a kernel on the routing of `tables` and the fields of this call."""
-    # A copy of what never changes: small layers would wait for the host if every launch put it together.
-    params = Params.from_buffer_copy(work.constants[copy])
-    _fill(
-        params, rows=tables.rows, scores=tables.scores, tiles=tables.tiles, num_tiles=tables.num_tiles,
-        expert_rows=tables.expert_rows, row_of=tables.row_of, tokens=tables.tokens, tiles_of=tables.tiles_of, **fields,
-    )  # fmt: skip
+def _launch(work: Workspace, name: str, tables: Tables, *, copy: int = 0, **fields: Any) -> None:
+    """Runs a kernel on the routing of `tables` and the fields of this call: each call of a kernel sets the same."""
     with phase(name):
-        cuda.launch(name, params, work.multiprocessors, work.plan.device)
+        work.launches[name, copy](**tables.addresses, **fields)
 
 
 BACKEND = FusedBackend()

@@ -148,20 +148,42 @@ def _shared_bytes(name: str) -> int:
     return SHARED_BYTES if KERNELS[name] == 1 else 0
 
 
-def launch(name: str, params: Params, multiprocessors: int, device: torch.device) -> None:
-    """Runs a kernel of gemm.cu on the current stream of `device`, on every multiprocessor."""
-    from cuda.bindings import driver
+class Launch:
+    """A kernel of gemm.cu with its parameters in place: what no call changes is written once. Small layers would wait
+    for the host if every launch put them all together."""
 
-    # The kernel's parameter is 64-byte aligned, and longer than Params by that alignment's padding.
-    storage = ctypes.create_string_buffer(ctypes.sizeof(Params) + 128)
-    address = (ctypes.addressof(storage) + 63) & ~63
-    ctypes.memmove(address, ctypes.byref(params), ctypes.sizeof(Params))
-    arguments = (ctypes.c_void_p * 1)(address)
-    # Clusters of two blocks.
-    blocks, stream = KERNELS[name] * (multiprocessors // 2 * 2), torch.cuda.current_stream(device).cuda_stream
-    _check(
-        driver.cuLaunchKernel(
-            kernel(name, device.index), blocks, 1, 1, THREADS, 1, 1, _shared_bytes(name), stream,
-            ctypes.addressof(arguments), 0,
-        )
-    )  # fmt: skip
+    def __init__(self, name: str, device: torch.device, **fields: Any) -> None:
+        """device has an index; fields: as in __call__."""
+        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+        self._kernel, self._device_index = kernel(name, device.index), device.index
+        self._blocks, self._shared_bytes = KERNELS[name] * (multiprocessors // 2 * 2), _shared_bytes(name)
+        # The kernel's parameter is 64-byte aligned, and longer than Params by that alignment's padding.
+        self._storage = ctypes.create_string_buffer(ctypes.sizeof(Params) + 128)
+        address = (ctypes.addressof(self._storage) + 63) & ~63
+        self._params = Params.from_address(address)
+        self._arguments = (ctypes.c_void_p * 1)(address)
+        fill(self._params, fields)
+
+    def __call__(self, **fields: Any) -> None:
+        """Sets `fields`, as `fill` takes them, and runs on the device's current stream, on every multiprocessor. The
+        driver copies the parameters, so the next call may set others at once."""
+        from cuda.bindings import driver
+
+        fill(self._params, fields)
+        stream = torch._C._cuda_getCurrentRawStream(self._device_index)
+        _check(
+            driver.cuLaunchKernel(
+                self._kernel, self._blocks, 1, 1, THREADS, 1, 1, self._shared_bytes, stream,
+                ctypes.addressof(self._arguments), 0,
+            )
+        )  # fmt: skip
+
+
+def fill(params: Params, fields: dict[str, Any]) -> None:
+    """A field is a tensor (its address), (tensor, box) or a number."""
+    for field, value in fields.items():
+        if isinstance(value, tuple):
+            value = tensor_map(*value)
+        elif isinstance(value, torch.Tensor):
+            value = value.data_ptr()
+        setattr(params, field, value)

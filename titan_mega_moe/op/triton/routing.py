@@ -15,6 +15,8 @@ rows 0 and 1 hold tokens 0 and 2, rows 128 to 130 tokens 0, 1 and 2; two tiles, 
 """
 
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -54,9 +56,10 @@ class Sizes:
         """Programs of one source."""
         return triton.cdiv(self.t_max * self.top_k, BLOCK)
 
+    @cached_property
     def lengths(self) -> dict[str, int]:
-        """Tables by name and length, in int32 words."""
-        return {
+        """Tables by name and length, in int32 words: whole 16 bytes each."""
+        needed = {
             "tiles": 4 * (self.rows // TILE),
             "rows": self.rows,
             "scores": self.rows,
@@ -66,10 +69,17 @@ class Sizes:
             "tokens": self.ep_size,
             "num_tiles": 1,
         }
+        return {name: -(-length // 4) * 4 for name, length in needed.items()}
+
+    @cached_property
+    def offsets(self) -> dict[str, int]:
+        """Of each table in Tables.words, in bytes."""
+        ends = accumulate(self.lengths.values(), initial=0)
+        return {name: 4 * start for name, start in zip(self.lengths, ends, strict=False)}
 
     @property
     def words(self) -> int:
-        return sum(-(-n // 4) * 4 for n in self.lengths().values())
+        return sum(self.lengths.values())
 
 
 class Tables:
@@ -82,11 +92,11 @@ class Tables:
     """
 
     def __init__(self, words: torch.Tensor, sizes: Sizes) -> None:
-        self.words, at = words, 0
-        for name, length in sizes.lengths().items():
-            setattr(self, name, words[at : at + length])
-            at += -(-length // 4) * 4
+        self.words = words
+        vars(self).update(zip(sizes.lengths, words.split(list(sizes.lengths.values())), strict=True))
         self.scores = self.scores.view(torch.float32)
+        base = words.data_ptr()
+        self.addresses = {name: base + offset for name, offset in sizes.offsets.items()}
 
     tiles: torch.Tensor
     rows: torch.Tensor
@@ -102,6 +112,7 @@ class Scratch:
     """What the kernels leave for each other; one for all layers."""
 
     def __init__(self, sizes: Sizes, device: torch.device) -> None:
+        self.compiled: dict[Any, Any] = {}  # by kernel
         e, ep, all_blocks = sizes.local_experts, sizes.ep_size, sizes.ep_size * sizes.blocks
         ints: dict[str, Any] = {"dtype": torch.int32, "device": device}
         self.arrived = torch.zeros(ep + 1, **ints)  # programs that have published, and columns that have
@@ -131,7 +142,7 @@ def begin(epoch, counters, number, PAD: tl.constexpr):
     _begin_epoch(epoch, counters, number, PAD)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T"], do_not_specialize_on_alignment=["ids", "scores"])
 def publish(
     ids, scores, T, peers, ids_offset, scores_offset, tokens_offset, routed_offset, arrived, epoch, counters, number,
     error, experts, rank, t_max, EP: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, PAD: tl.constexpr,
@@ -305,21 +316,30 @@ def place(
         next_row += tl.sum(chosen, 0)
 
 
+def _run(scratch: Scratch, kernel: Any, grid: tuple[int, ...], *args: Any) -> None:
+    """kernel[grid](*args) without looking at every argument again: a workspace's differ in values and addresses alone,
+    and what may be aligned less, or be 1, is not specialized on."""
+    if (compiled := scratch.compiled.get(kernel)) is not None:
+        compiled[grid + (1,) * (3 - len(grid))](*args)
+    else:
+        scratch.compiled[kernel] = kernel[grid](*args)  # None from the interpreter
+
+
 def begin_call(buffer: SymmBuffer, scratch: Scratch) -> None:
     """Begins a call that needs no routing."""
     number = len(scratch.counters)
-    begin[(1,)](buffer.epoch, scratch.counters, number, triton.next_power_of_2(number))
+    _run(scratch, begin, (1,), buffer.epoch, scratch.counters, number, triton.next_power_of_2(number))
 
 
 def announce(buffer: SymmBuffer, scratch: Scratch, sizes: Sizes, ids_TK: torch.Tensor, scores_TK: torch.Tensor) -> None:
     """First kernel: this rank's entries go to every rank. ids int64, scores float32, both contiguous."""
     T, K = ids_TK.shape
     offsets = (buffer.regions[name].offset for name in ("ids", "scores", "tokens", "routed"))
-    publish[(triton.cdiv(buffer.t_max * K, BLOCK), buffer.ep_size)](
+    _run(
+        scratch, publish, (triton.cdiv(buffer.t_max * K, BLOCK), buffer.ep_size),
         ids_TK, scores_TK, T, buffer.peers, *offsets, scratch.arrived, buffer.epoch, scratch.counters,
         len(scratch.counters), buffer.error, sizes.ep_size * sizes.local_experts, buffer.rank, buffer.t_max,
-        buffer.ep_size, K, BLOCK,
-        triton.next_power_of_2(len(scratch.counters)),
+        buffer.ep_size, K, BLOCK, triton.next_power_of_2(len(scratch.counters)),
     )  # fmt: skip
 
 
@@ -328,16 +348,22 @@ def build(buffer: SymmBuffer, scratch: Scratch, tables: Tables, sizes: Sizes) ->
     ep, K, e = sizes.ep_size, sizes.top_k, sizes.local_experts
     pad, blocks, rank, t_max = triton.next_power_of_2(e), sizes.blocks, buffer.rank, buffer.t_max
     ids, scores, tokens = buffer.view("ids"), buffer.view("scores"), buffer.view("tokens")
-    count[(blocks, ep)](
+    _run(
+        scratch, count, (blocks, ep),
         ids, tokens, buffer.view("routed"), buffer.epoch, buffer.error, scratch.starts, rank, t_max, _POLLS,
         ep, K, e, pad, BLOCK, STEP,
     )  # fmt: skip
-    scan[(e,)](scratch.starts, scratch.bounds, scratch.counts, blocks, ep, triton.next_power_of_2(ep * blocks))
-    tiles[(e,)](
+    _run(
+        scratch, scan, (e,),
+        scratch.starts, scratch.bounds, scratch.counts, blocks, ep, triton.next_power_of_2(ep * blocks),
+    )  # fmt: skip
+    _run(
+        scratch, tiles, (e,),
         scratch.counts, scratch.bounds, tables.tiles, tables.expert_rows, tables.tiles_of, tables.num_tiles,
         tables.rows, tables.scores, tokens, tables.tokens, t_max, ep, e, pad, TILE,
     )  # fmt: skip
-    place[(blocks, ep)](
+    _run(
+        scratch, place, (blocks, ep),
         ids, scores, tokens, scratch.counts, scratch.starts, tables.rows, tables.scores, tables.row_of, rank, t_max,
         ep, K, e, pad, TILE, BLOCK, STEP,
     )  # fmt: skip

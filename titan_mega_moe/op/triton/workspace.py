@@ -4,7 +4,7 @@ import torch
 
 from titan_mega_moe.op.backends import BufferPlan, group_size
 from titan_mega_moe.op.symm_buffer import SymmBuffer, copies_of, layout
-from titan_mega_moe.op.triton.cuda import Params
+from titan_mega_moe.op.triton.cuda import Launch
 from titan_mega_moe.op.triton.routing import TILE, Scratch, Sizes
 
 COLUMNS = 128  # of the kept g and u: gemm.cu's tiles of GATE_UP
@@ -57,7 +57,7 @@ class Workspace:
     gate_up: torch.Tensor
     scaled_h: torch.Tensor
     sorted_x: torch.Tensor
-    constants: list[Params]  # of every launch, one for each receive copy; the backend fills them in
+    launches: dict[tuple[str, int], Launch]  # the backend fills them in
 
     def __init__(self, plan: BufferPlan) -> None:
         self.plan, self.sizes = plan, sizes_of(plan)
@@ -67,5 +67,4 @@ class Workspace:
             setattr(self, name, torch.empty(shape, dtype=torch.bfloat16, device=plan.device))
         self.dscores = torch.empty(plan.hidden_dim // 64, self.sizes.rows, dtype=torch.float32, device=plan.device)
         self.side = torch.cuda.Stream(plan.device)
-        self.multiprocessors = torch.cuda.get_device_properties(plan.device).multi_processor_count
         assert self.sizes.rows % TILE == 0
