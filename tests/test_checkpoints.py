@@ -2,11 +2,14 @@
 
 import os
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torchtitan.components.checkpoint import CheckpointManager
+from torchtitan.config import ConfigManager, ParallelismConfig
+from torchtitan.trainer import Trainer
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tests import ranks
@@ -93,28 +96,54 @@ def test_checkpoints_are_exchangeable(direction, tmp_path):
     assert before + after == pytest.approx(whole, rel=1e-5)
 
 
-def gives_up_in_step_3(folder: str) -> tuple[str, list[str]]:
-    """The error of a training whose kernels give up in its third step, and the checkpoints that it leaves."""
-    settings = config(TINY, folder)
-    settings.checkpoint = CheckpointManager.Config(enable=True, interval=2, enable_first_step_checkpoint=False)
-    trainer = StoppableTrainer(settings)
+def from_the_command_line(folder: str) -> Trainer.Config:
+    options = '{"backend": "reference", "compute_dtype": "float32"}'
+    layer = f"titan_mega_moe.routed_experts.mega_moe={options}"
+    registry = ["--module", "tests.foreign_registry", "--config", "tiny", "--dump_folder", folder]
+    return ConfigManager().parse_args([*registry, "--override.imports", layer])
+
+
+def gives_up(way: str, step: int, folder: str, **parallelism: Any) -> tuple[str, list[str], int]:
+    """A training whose kernels give up in that step: its error, its checkpoints, its changes of the weights."""
+    settings = from_the_command_line(folder) if way == "override" else config(TINY, folder)
+    settings.parallelism = ParallelismConfig(spmd_backend="partial_dtensor", **parallelism)
+    settings.training.local_batch_size = 2
+    settings.checkpoint = CheckpointManager.Config(enable=True, interval=2, enable_first_step_checkpoint=True)
+    trainer = StoppableTrainer(settings) if way == "train" else settings.build()
 
     def check(wait: bool) -> None:
         # As on a GPU: only who waits for the device knows of the step that it still works on.
-        if trainer.step > 3 or (trainer.step == 3 and wait):
+        if trainer.step > step or (trainer.step == step and wait):
             raise RuntimeError("waited 60 s for the combined sums of rank 1")
 
+    said = ""
     reference.BACKEND.check = check
     try:
         trainer.train()
     except RuntimeError as error:
-        return str(error), sorted(os.listdir(os.path.join(folder, "checkpoint")))
+        said = str(error)
     finally:
         del reference.BACKEND.check
         trainer.close()
-    return "", []
+    changes = {int(state["step"]) for inner in trainer.optimizers for state in inner.state.values()}
+    return said, sorted(os.listdir(folder + "/checkpoint")) if os.path.isdir(folder + "/checkpoint") else [], *changes
+
+
+def in_all_ways(folder: str) -> None:
+    for way in ("train", "module", "override"):
+        said = "waited 60 s for the combined sums of rank 1"
+        assert gives_up(way, 1, f"{folder}/{way}_1") == (said, [], 1), way
+        # The third step is not saved, so it is found in the fourth, before that one changes a weight.
+        assert gives_up(way, 3, f"{folder}/{way}_3") == (said, ["step-1", "step-2"], 3), way
+
+
+def in_a_pipeline(folder: str) -> None:
+    pipeline = {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "1F1B"}
+    said, saved, _ = gives_up("module", 2, folder, **pipeline)
+    assert said.startswith("waited 60 s") and saved == ["step-1"]
 
 
 def test_a_step_whose_kernels_gave_up_is_not_saved(tmp_path):
-    said, saved = ranks.run(1, gives_up_in_step_3, str(tmp_path), timeout=280)[0]
-    assert said == "waited 60 s for the combined sums of rank 1" and saved == ["step-2"]
+    """With our command, and with TorchTitan's own Trainer: a registry with the layer in it, and the override."""
+    ranks.run(1, in_all_ways, str(tmp_path), timeout=280)
+    ranks.run(2, in_a_pipeline, str(tmp_path / "pipeline"), timeout=120)

@@ -1,13 +1,16 @@
 """Short trainings with torchtitan's own Trainer, to compare our layer with upstream's on the same ranks."""
 
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, debug
+from torchtitan import trainer as upstream_trainer
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import CrossEntropyLoss
@@ -157,6 +160,8 @@ def record(settings: Trainer.Config, stop: int | None = None) -> Result:
                     grads[name.replace("_checkpoint_wrapped_module.", "")] = local(p.grad).clone()
         step(*args)
 
+    # Upstream's rank 0 sleeps two seconds after its last step.
+    upstream_trainer.time = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda seconds: None)
     if stop is not None:
         trainer.should_continue_training = lambda: trainer.step < stop
     trainer.metrics_processor.log = log

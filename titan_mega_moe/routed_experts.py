@@ -98,6 +98,8 @@ class MegaRoutedExperts(Module):
         self.dim = config.inner_experts.dim
         self.hidden_dim = config.inner_experts.hidden_dim
         self.group_name = ""
+        backends.check_before_optimizers()
+        self.register_state_dict_pre_hook(_check_before_save)
 
     def forward(
         self,
@@ -163,6 +165,11 @@ class MegaRoutedExperts(Module):
         )
         sizes = (plan.num_experts, plan.top_k, plan.dim, plan.hidden_dim)
         backends.load(backends.choose(self.backend, device_type, plan.group_name, *sizes)).prepare(plan)
+
+
+def _check_before_save(*_: Any) -> None:
+    """Whoever saves the layer asks for its weights: let kernels end first, and raise if one gave up."""
+    backends.check(wait=True)
 
 
 def _local(w: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,4 @@
-"""TorchTitan's Trainer, which a signal can stop after a step, and a kernel that gave up ends."""
-
-from typing import Any
+"""TorchTitan's Trainer, which a signal can stop after a step."""
 
 import torch
 from torch.distributed.distributed_c10d import _get_default_store
@@ -15,7 +13,8 @@ class StoppableTrainer(Trainer):
     """On one of stop.SIGNALS it stops after a step that all ranks agree on, with a checkpoint to go on from.
 
     `exit_code` is then stop.EXIT_CODE, and 128 + signal without checkpoints: that run would begin anew.
-    A step whose kernels gave up waiting for a peer raises RuntimeError before it is saved.
+    Raises RuntimeError at the end if kernels of the last step gave up waiting for a peer; the layer does of any other
+    step, and before it is saved.
     """
 
     exit_code = 0
@@ -23,12 +22,7 @@ class StoppableTrainer(Trainer):
     def train(self) -> None:
         self._stop = stop.Agreement(_get_default_store(), torch.distributed.get_rank()) if stop.listening() else None
         super().train()
-
-    def train_step(self, *args: Any) -> None:
-        super().train_step(*args)
-        # Before a save, so that what a kernel left unfinished never gets into a checkpoint.
-        checkpoint, last = self.config.checkpoint, self.step == self.config.training.steps
-        backends.check(wait=last or (checkpoint.enable and self.step % checkpoint.interval == 0))
+        backends.check(wait=True)
 
     def should_continue_training(self) -> bool:
         if not super().should_continue_training():
@@ -44,7 +38,6 @@ class StoppableTrainer(Trainer):
         return False
 
     def _save(self) -> None:
-        backends.check(wait=True)
         if self.step % self.checkpointer.interval != 0:  # else it has been saved already
             # The save of a last step may leave out what training needs.
             self.checkpointer.last_save_model_only = self.checkpointer.last_save_in_hf = False

@@ -7,12 +7,14 @@ import importlib
 import logging
 import sys
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from titan_mega_moe.op import fastest
 from titan_mega_moe.op.fastest import Sizes
@@ -162,6 +164,15 @@ def check(wait: bool = False) -> None:
     for module in _MODULES.values():
         if module in sys.modules:
             sys.modules[module].BACKEND.check(wait)
+
+
+@cache
+def check_before_optimizers() -> None:
+    """From now on every optimizer of this process checks before it changes a weight, whoever runs the training.
+
+    It does not wait for kernels that still run: what they find is found in the next step, or before a save.
+    """
+    register_optimizer_step_pre_hook(lambda *_: check())
 
 
 def unavailable_reason(name: str, device: torch.device | str) -> str | None:
