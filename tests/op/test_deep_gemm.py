@@ -204,6 +204,11 @@ def check_capacity() -> None:
     run(layer_inputs(40), "deep_gemm")
     with pytest.raises(ValueError, match="T=41 tokens do not fit the deep_gemm buffer, built for 40"):
         run(layer_inputs(41), "deep_gemm")
+    backend.release(plan(40))
+    backend.release(plan(40))
+    backend.prepare(plan(3))
+    assert names()[-3:] == ["destroy", "set_num_sms", "get_symm_buffer_for_mega_moe"]
+    assert double.CALLS[-1].options["max_tokens"] == 3
 
 
 def test_the_buffer_holds_what_was_planned_or_the_largest_T_of_the_group():

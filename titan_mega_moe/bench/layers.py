@@ -161,7 +161,8 @@ class OpLayer:
         return Bound(forward, inputs.leaves(), inputs.dy_TD, inputs.ids_TK)
 
     def release(self) -> None:
-        """Backends keep their buffers for the next layer."""
+        if self.plan is not None:
+            backends.load(self.backend).release(self.plan)
 
 
 class UpstreamLayer:

@@ -142,6 +142,9 @@ class Backend(Protocol):
         beforehand.
         """
 
+    def release(self, plan: BufferPlan) -> None:
+        """Give back what `prepare` took for the plan's group and shapes. A collective over the group."""
+
     def buffer_bytes(self, plan: BufferPlan) -> int | None:
         """Bytes that `prepare` takes on each rank's device; None when only a library it calls knows."""
 

@@ -147,6 +147,11 @@ def sm_count(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def _plan_key(plan: BufferPlan) -> tuple:
+    group = group_of(plan.group_name) or dist.group.WORLD
+    return (group, plan.num_experts, plan.dim, plan.hidden_dim, plan.top_k)
+
+
 def _launch_sms(plan: BufferPlan) -> int:
     total = sm_count(plan.device)
     if not 0 <= plan.reserved_sms < total or (total - plan.reserved_sms) % 2:
@@ -189,8 +194,7 @@ class DeepGemm:
         build = self._build()
         if reason := shape_reason(plan.dim, plan.hidden_dim):
             raise ValueError(f"mega_moe: {reason}")
-        group = group_of(plan.group_name)
-        key = (group or dist.group.WORLD, plan.num_experts, plan.dim, plan.hidden_dim, plan.top_k)
+        group, key = group_of(plan.group_name), _plan_key(plan)
         held = self._buffers.pop(key, None)
         if held is not None and held.x.shape[0] >= plan.max_tokens:
             self._buffers[key] = held
@@ -211,6 +215,10 @@ class DeepGemm:
             num_shared_experts=0,
             mma_type="bf16xbf16",
         )
+
+    def release(self, plan: BufferPlan) -> None:
+        if (held := self._buffers.pop(_plan_key(plan), None)) is not None:
+            held.destroy()
 
     def buffer_bytes(self, plan: BufferPlan) -> None:
         """The build alone knows."""

@@ -84,6 +84,9 @@ class Reference:
     def prepare(self, plan: BufferPlan) -> None:
         """Nothing to allocate: every row buffer is as large as the rows of the call."""
 
+    def release(self, plan: BufferPlan) -> None:
+        """Nothing was allocated."""
+
     def buffer_bytes(self, plan: BufferPlan) -> int:
         return 0
 

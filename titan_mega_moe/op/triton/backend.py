@@ -176,7 +176,7 @@ class FusedBackend:
         return tuple(g.to(t.dtype) for g, t in zip((dx, dscores, dw1, dw2, dw3), like, strict=True))
 
     def prepare(self, plan: BufferPlan) -> None:
-        key = (plan.group_name, plan.dim, plan.hidden_dim, plan.num_experts, plan.top_k)
+        key = _plan_key(plan)
         have = self._workspaces.get(key)
         if have is not None and have.plan.max_tokens >= plan.max_tokens and have.plan.keep in (plan.keep, "inputs"):
             return
@@ -187,6 +187,13 @@ class FusedBackend:
         work = self._workspaces[key] = Workspace(plan)
         work.launches = _launches(work)
         self._compile(plan)
+
+    def release(self, plan: BufferPlan) -> None:
+        if self._workspaces.pop(_plan_key(plan), None) is None:
+            return
+        torch.cuda.synchronize(plan.device)
+        if (group := group_of(plan.group_name)) is not None:
+            dist.barrier(group)
 
     def buffer_bytes(self, plan: BufferPlan) -> int | None:
         return nbytes(plan)
@@ -233,6 +240,10 @@ class FusedBackend:
                            ids.shape[1], call.keep)
             )  # fmt: skip
         return self._workspaces[key]
+
+
+def _plan_key(plan: BufferPlan) -> tuple:
+    return (plan.group_name, plan.dim, plan.hidden_dim, plan.num_experts, plan.top_k)
 
 
 def _key(call: Call, x: torch.Tensor, ids: torch.Tensor, w1: torch.Tensor) -> tuple:
