@@ -20,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from titan_mega_moe import config, launch, report, traces, train
 from titan_mega_moe.config import ConfigError
+from titan_mega_moe.version import __version__
 
 TOLERANCE = 1e-2
 GRADIENT_TOLERANCE = 0.1
@@ -261,7 +262,8 @@ def _settings(resolved: Any, file: str, overrides: list[str]) -> dict[str, Any]:
         "tokens a rank and step": training.local_batch_size * training.seq_len,
         "steps": training.steps,
         "seed": resolved.debug.seed,
-        **{name: version(name) for name in ("titan_mega_moe", "torchtitan", "torch")},
+        "titan_mega_moe": __version__,
+        **{name: version(name) for name in ("torchtitan", "torch")},
     }
 
 
