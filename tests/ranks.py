@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -22,15 +23,15 @@ from typing import Any
 _pool: list[tuple[BaseProcess, Connection]] = []
 
 
-def run(world_size: int, body: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
-    """body(*args) on every rank of a new group; its results in rank order. `timeout` is in seconds."""
+def run(world_size: int, body: Callable[..., Any], *args: Any, timeout: float = 60.0, **kwargs: Any) -> list[Any]:
+    """body(*args, **kwargs) on every rank of a new group; its results in rank order. `timeout` is in seconds."""
     while len(_pool) < world_size:
         _pool.append(_start())
     connections = [connection for _, connection in _pool[:world_size]]
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "rendezvous")
         for rank, connection in enumerate(connections):
-            connection.send((body, args, rank, world_size, path, timeout))
+            connection.send((partial(body, *args, **kwargs), rank, world_size, path, timeout))
         results = _collect(connections, timeout)
     failed = [f"rank {r}: {text}" for r, (ok, text) in enumerate(results) if not ok]
     if failed:
@@ -89,7 +90,7 @@ def _serve(connection: Connection) -> None:
     torch.autograd.set_multithreading_enabled(False)
     while True:
         try:
-            body, args, rank, world_size, path, timeout = connection.recv()
+            body, rank, world_size, path, timeout = connection.recv()
         except (EOFError, OSError):
             return
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
@@ -102,7 +103,7 @@ def _serve(connection: Connection) -> None:
                 timeout=timedelta(seconds=timeout),
             )
             torch.manual_seed(1000 + rank)
-            answer = (True, body(*args))
+            answer = (True, body())
             dist.barrier()
             dist.destroy_process_group()
         except BaseException:

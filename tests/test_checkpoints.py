@@ -1,21 +1,28 @@
 """Weights and checkpoints are upstream's: they travel between Hugging Face, upstream's layer and ours."""
 
+import itertools
 import os
+import resource
+import shutil
+import signal
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.checkpoint import filesystem
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.config import ConfigManager, ParallelismConfig
 from torchtitan.trainer import Trainer
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tests import ranks
-from tests.training import Run, config, record, spec, upstream, upstream_casts
+from tests.training import Run, Slices, config, record, spec, upstream, upstream_casts
+from titan_mega_moe.config import resume
 from titan_mega_moe.op import reference
-from titan_mega_moe.trainer import StoppableTrainer
+from titan_mega_moe.trainer import SaveFailed, StoppableTrainer
 
 TINY = Run(layers=2, hidden_dim=64, steps=4)
 
@@ -68,32 +75,88 @@ def test_logits_equal_transformers(hugging_face):
     assert all(torch.equal(exported[name], tensor) for name, tensor in tensors.items())
 
 
-def interrupted(first: Run, second: Run, folder: str) -> tuple[list[float], list[float]]:
-    """Losses of a run that stops after two of its steps, and of the one that goes on from its checkpoint."""
-    losses = []
-    for run, stop in ((first, 2), (second, 4)):
-        settings = config(run, folder)
-        settings.checkpoint = CheckpointManager.Config(
-            enable=True, interval=2, last_save_model_only=False, enable_first_step_checkpoint=False
-        )
-        with upstream_casts(False):
-            losses.append(record(settings, stop).losses)
-    return losses[0], losses[1]
+def settings_of(run: Run, folder: str, **checkpoint: Any) -> Trainer.Config:
+    """Four rows a step over the ranks there are; the whole state is saved."""
+    world = torch.distributed.get_world_size()
+    batch = {"local_batch_size": 4 // world, "global_batch_size": 4}
+    settings = config(replace(run, training=batch), folder)
+    settings.dataloader = Slices.Config()
+    settings.checkpoint = CheckpointManager.Config(
+        **{"enable": True, "interval": 2, "last_save_model_only": False, **checkpoint}
+    )
+    return settings
 
 
-def uninterrupted(run: Run, folder: str) -> list[float]:
+def losses(run: Run, folder: str, **checkpoint: Any) -> list[float]:
     with upstream_casts(False):
-        return record(config(run, folder)).losses
+        return record(settings_of(run, folder, **checkpoint)).losses
 
 
-@pytest.mark.parametrize("direction", ["upstream_to_ours", "ours_to_upstream"])
-def test_checkpoints_are_exchangeable(direction, tmp_path):
-    ours = replace(TINY, parallelism={"expert_parallel_degree": 2, "spmd_backend": "partial_dtensor"})
-    first, second = (upstream(ours), ours) if direction == "upstream_to_ours" else (ours, upstream(ours))
-    before, after = ranks.run(2, interrupted, first, second, str(tmp_path / "exchanged"), timeout=280)[0]
-    whole = ranks.run(2, uninterrupted, first, str(tmp_path / "whole"), timeout=280)[0]
-    assert len(before) == len(after) == 2 and len(whole) == 4
-    assert before + after == pytest.approx(whole, rel=1e-5)
+def ep(degree: int) -> Run:
+    return replace(TINY, parallelism={"expert_parallel_degree": degree, "spmd_backend": "partial_dtensor"})
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A run of four steps on two ranks, with asynchronous saves: its folder and losses."""
+    folder = str(tmp_path_factory.mktemp("saved"))
+    whole = ranks.run(2, losses, ep(2), folder, async_mode="async", timeout=280)[0]
+    assert len(whole) == 4
+    return folder, whole
+
+
+def test_upstream_goes_on_from_our_checkpoint(saved):
+    folder, whole = saved
+    after = ranks.run(2, losses, upstream(ep(2)), folder, load_step=2, load_only=True, timeout=280)[0]
+    assert after == pytest.approx(whole[2:], rel=1e-5)
+
+
+def test_we_go_on_from_upstreams_checkpoint(tmp_path):
+    whole = ranks.run(2, losses, upstream(ep(2)), str(tmp_path), timeout=280)[0]
+    after = ranks.run(2, losses, ep(2), str(tmp_path), load_step=2, load_only=True, timeout=280)[0]
+    assert after == pytest.approx(whole[2:], rel=1e-5)
+
+
+@pytest.mark.parametrize("world, degree", [(1, 1), (4, 2), (4, 4)])
+def test_goes_on_with_other_ranks_and_degrees(saved, world, degree):
+    folder, whole = saved
+    for after in ranks.run(world, losses, ep(degree), folder, load_step=2, load_only=True, timeout=280):
+        assert after == pytest.approx(whole[2:], rel=1e-5)
+
+
+def copy_of_step_2(folder: str, to: Path) -> str:
+    shutil.copytree(Path(folder, "checkpoint", "step-2"), to / "checkpoint" / "step-2")
+    return str(to)
+
+
+def cannot_write(folder: str, mode: str) -> str:
+    """Rank 1's files cannot grow beyond three megabytes; what the training ends with."""
+
+    class Trainer(StoppableTrainer):
+        def train_step(self, *args: Any) -> None:
+            super().train_step(*args)
+            if torch.distributed.get_rank() == 1:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (3_000_000, resource.RLIM_INFINITY))
+
+    with pytest.raises(SaveFailed) as ended:
+        try:
+            record(settings_of(ep(2), folder, interval=1, async_mode=mode), Trainer)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    return str(ended.value)
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_a_full_disk_ends_training_with_one_sentence(saved, mode, tmp_path):
+    """And it goes on where it was once there is room."""
+    folder = copy_of_step_2(saved[0], tmp_path)
+    for said in ranks.run(2, cannot_write, folder, mode, timeout=280):
+        assert said.startswith(f"checkpoint: rank 1 could not write to '{folder}/checkpoint': ")
+        assert said.endswith("and the same command goes on from step 2, the last that is whole")
+        assert " GiB are free there)" in said and len(said.splitlines()) == 1
+    after = ranks.run(2, losses, ep(2), folder, interval=1, async_mode=mode, timeout=280)[0]
+    assert after == pytest.approx(saved[1][2:], rel=1e-5)
+    assert resume.latest(folder + "/checkpoint") == 4
 
 
 def from_the_command_line(folder: str) -> Trainer.Config:
@@ -147,3 +210,30 @@ def test_a_step_whose_kernels_gave_up_is_not_saved(tmp_path):
     """With our command, and with TorchTitan's own Trainer: a registry with the layer in it, and the override."""
     ranks.run(1, in_all_ways, str(tmp_path), timeout=280)
     ranks.run(2, in_a_pipeline, str(tmp_path / "pipeline"), timeout=120)
+
+
+def killed(folder: str, mode: str) -> None:
+    """This process ends in the middle of a file of its first save."""
+    write, calls = filesystem._write_item, itertools.count()
+
+    def last(transforms: Any, stream: Any, *rest: Any) -> Any:
+        if next(calls) == 20:
+            stream.write(b"half")
+            stream.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return write(transforms, stream, *rest)
+
+    filesystem._write_item = last
+    losses(ep(1), folder, interval=1, async_mode=mode)
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_killed_in_a_save_it_goes_on_from_the_last_whole_checkpoint(saved, mode, tmp_path):
+    folder = copy_of_step_2(saved[0], tmp_path)
+    with pytest.raises(AssertionError, match="the process died"):
+        ranks.run(1, killed, folder, mode, timeout=120)
+    cut = tmp_path / "checkpoint" / "step-3"
+    assert any(cut.iterdir()) and not (cut / ".metadata").exists()
+    after = ranks.run(1, losses, ep(1), folder, interval=1, timeout=120)[0]
+    assert after == pytest.approx(saved[1][2:], rel=1e-5)
+    assert (cut / ".metadata").exists() and resume.latest(folder + "/checkpoint") == 4

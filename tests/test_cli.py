@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from titan_mega_moe import cli, config, launch, train
+from titan_mega_moe import cli, config, launch, stop, train
+from titan_mega_moe.trainer import SaveFailed
 
 DEBUG = Path(__file__).parents[1] / "train_configs" / "debug_cpu.toml"
 
@@ -127,6 +128,25 @@ def test_under_torchrun_the_process_is_one_rank(monkeypatch, tmp_path, no_ranks)
     assert len(trained) == 2
 
 
+class Full:
+    """A trainer whose disk is full."""
+
+    def __init__(self, resolved):
+        pass
+
+    def train(self):
+        raise SaveFailed("checkpoint: no room")
+
+    def close(self):
+        print("closed", file=sys.stderr)
+
+
+def test_a_checkpoint_that_cannot_be_written_is_one_sentence_and_exit_code_74(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("titan_mega_moe.trainer.StoppableTrainer", Full)
+    assert train.train(config.load(DEBUG, ["--dump_folder", str(tmp_path)])) == stop.SAVE_FAILED == 74
+    assert capsys.readouterr().err.splitlines() == ["checkpoint: no room", "closed"]
+
+
 # The launcher, with small programs in the place of training.
 
 FAIL = """
@@ -156,6 +176,12 @@ main()
             "import os, sys, time; os.environ['RANK'] == '1' and sys.exit(3); time.sleep(300)",
             3,
             "exit code 3",
+        ),
+        (
+            "import os, sys, time; os.environ['RANK'] == '1' and (print('checkpoint: no room', file=sys.stderr), "
+            "print('a warning', file=sys.stderr), sys.exit(74)); time.sleep(300)",
+            74,
+            "checkpoint: no room",
         ),
         (
             "import os, time; os.environ['RANK'] == '1' and os.kill(os.getpid(), 9); time.sleep(300)",

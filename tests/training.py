@@ -67,6 +67,22 @@ class Ramps(BaseDataLoader):
         self.generator.set_state(state[self.key])
 
 
+class Slices(Ramps):
+    """The same, but of one global batch, whatever the number of ranks: a run can go on with another."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseDataLoader.Config):
+        pass
+
+    def __init__(self, config: Config, *, dp_world_size: int, dp_rank: int, seq_len: int, local_batch_size: int, **_):
+        super().__init__(config, dp_rank=0, seq_len=seq_len, local_batch_size=local_batch_size * dp_world_size)
+        self.rows = slice(dp_rank * local_batch_size, (dp_rank + 1) * local_batch_size)
+
+    def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+        for inputs, labels in super().__iter__():
+            yield {name: rows[self.rows] for name, rows in inputs.items()}, labels[self.rows]
+
+
 @dataclass(frozen=True)
 class Run:
     """One training. `precision` is that of the experts' arithmetic, `params` of the parameters in use."""
@@ -138,11 +154,11 @@ def train(run: Run) -> Result:
         return record(config(run, folder))
 
 
-def record(settings: Trainer.Config, stop: int | None = None) -> Result:
-    """Build, train until the configured number of steps or until `stop`, close."""
+def record(settings: Trainer.Config, cls: type[Trainer] | None = None) -> Result:
+    """Build, train until the configured number of steps, close; `cls`: another class than TorchTitan's."""
     # The cache knows meshes by value, FSDP by identity: a second training must not get the first one's.
     debug._clear_sharding_prop_cache()
-    trainer = settings.build()
+    trainer = settings.build() if cls is None else cls(settings)
     losses: list[float] = []
     norms: list[float] = []
     grads: dict[str, torch.Tensor] = {}
@@ -162,8 +178,6 @@ def record(settings: Trainer.Config, stop: int | None = None) -> Result:
 
     # Upstream's rank 0 sleeps two seconds after its last step.
     upstream_trainer.time = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda seconds: None)
-    if stop is not None:
-        trainer.should_continue_training = lambda: trainer.step < stop
     trainer.metrics_processor.log = log
     trainer.optimizers.step = keep_first
     trainer.train()

@@ -13,6 +13,8 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from titan_mega_moe.stop import SAVE_FAILED
+
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
@@ -97,5 +99,7 @@ def _failure_text(rank: int, failure: "ProcessFailure", log: Path) -> str:
     if isinstance(message, dict) and "extraInfo" in message:
         last = message["extraInfo"]["py_callstack"].rstrip()
     else:
-        last = "\n".join(log.read_text(errors="replace").splitlines()[-_TAIL:])
+        lines = log.read_text(errors="replace").splitlines()
+        said = [line for line in lines if line.startswith("checkpoint: ")] if failure.exitcode == SAVE_FAILED else []
+        last = "\n".join(said or lines[-_TAIL:])
     return f"{last}\nrank {rank} {how}; its output is in {log.parent}"

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 EXIT_CODE = 75
 """Of a run that stopped with a checkpoint, and goes on from it when started again (EX_TEMPFAIL)."""
 
+SAVE_FAILED = 74
+"""Of a run that could not write a checkpoint; its last line on stderr says why and what to do (EX_IOERR)."""
+
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 _KEPT = 1000  # decisions; a rank's host is never as many steps behind another's
 _listening = False

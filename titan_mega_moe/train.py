@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titan_mega_moe import config, device, slurm
+from titan_mega_moe import config, device, slurm, stop
 from titan_mega_moe.config import ConfigError
 from titan_mega_moe.launch import launch
 
@@ -105,14 +105,14 @@ def save(resolved: "RunConfig", path: Path) -> None:
 def train(resolved: "RunConfig") -> int:
     """Train on this rank, as torchtitan's own train.py does, and leave no process group behind.
 
-    Returns the exit code: 0, or the trainer's if a signal stopped it.
+    Returns the exit code: 0, stop.SAVE_FAILED, or the trainer's if a signal stopped it.
     """
     import torch
     from torch.distributed.elastic.multiprocessing.errors import record
     from torchtitan.observability import structured_logger as sl
     from torchtitan.tools.logging import logger
 
-    from titan_mega_moe.trainer import StoppableTrainer
+    from titan_mega_moe.trainer import SaveFailed, StoppableTrainer
 
     @record
     def run() -> int:
@@ -130,6 +130,9 @@ def train(resolved: "RunConfig") -> int:
                 trainer.checkpointer.save(curr_step=0, last_step=True)
             else:
                 trainer.train()
+        except SaveFailed as failed:
+            print(failed, file=sys.stderr)
+            return stop.SAVE_FAILED  # not after the others: they may wait for this rank
         finally:
             trainer.close()
         if torch.distributed.is_initialized():

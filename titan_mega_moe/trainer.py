@@ -1,12 +1,26 @@
-"""TorchTitan's Trainer, which a signal can stop after a step."""
+"""TorchTitan's Trainer, which a signal can stop after a step, and a full disk with one sentence."""
+
+import os
+import shutil
+from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.distributed_c10d import _get_default_store
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
 from titan_mega_moe import stop
+from titan_mega_moe.config import resume
 from titan_mega_moe.op import backends
+
+
+class SaveFailed(SystemExit):
+    """A checkpoint could not be written; its text is one sentence on why and what to do.
+
+    A SystemExit, because torch records an Exception that leaves a rank as a crash, with its traceback.
+    """
 
 
 class StoppableTrainer(Trainer):
@@ -14,10 +28,15 @@ class StoppableTrainer(Trainer):
 
     `exit_code` is then stop.EXIT_CODE, and 128 + signal without checkpoints: that run would begin anew.
     Raises RuntimeError at the end if kernels of the last step gave up waiting for a peer; the layer does of any other
-    step, and before it is saved.
+    step, and before it is saved. Raises SaveFailed where a checkpoint could not be written.
     """
 
     exit_code = 0
+
+    def __init__(self, config: Trainer.Config) -> None:
+        super().__init__(config)
+        save = self.checkpointer.save
+        setattr(self.checkpointer, "save", lambda *args, **kwargs: self._written(save, *args, **kwargs))  # noqa: B010
 
     def train(self) -> None:
         self._stop = stop.Agreement(_get_default_store(), torch.distributed.get_rank()) if stop.listening() else None
@@ -43,3 +62,32 @@ class StoppableTrainer(Trainer):
             self.checkpointer.last_save_model_only = self.checkpointer.last_save_in_hf = False
             self.checkpointer.save(self.step, last_step=True)
         self.checkpointer.maybe_wait_for_saving()
+
+    def _written(self, save: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:
+        try:
+            return save(*args, **kwargs)
+        except CheckpointException as error:
+            if error.args[0] != "write":
+                raise
+            # What each rank that failed met. torch.save turns an error of the file into one of its own format.
+            rank, (reason, _) = min(error.failures.items())
+        except OSError as failed:
+            rank, reason = torch.distributed.get_rank(), failed
+        raise SaveFailed(_how_to_go_on(self.checkpointer.folder, rank, reason))
+
+
+def _how_to_go_on(folder: str, rank: int, reason: BaseException) -> str:
+    if isinstance(reason, OSError) and reason.errno:
+        why = os.strerror(reason.errno)
+    else:
+        why = f"a file is shorter than its data, as on a full disk ({reason})"
+    room = ""
+    if os.path.isdir(folder):
+        usage = shutil.disk_usage(folder)
+        room = f" ({usage.free / 2**30:.1f} of {usage.total / 2**30:.1f} GiB are free there)"
+    last = resume.latest(folder)
+    begun = "begins anew" if last == -1 else f"goes on from step {last}, the last that is whole"
+    return (
+        f"checkpoint: rank {rank} could not write to {folder!r}: {why}; make room there{room}, look at the quota, "
+        f"and the same command {begun}"
+    )

@@ -2,9 +2,11 @@
 
 import dataclasses
 import json
+import logging
 import re
 
 import pytest
+from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.loss import ChunkedLossWrapper
 from torchtitan.components.optimizer import default_adamw
 from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC, SelectiveAC
@@ -629,3 +631,12 @@ def test_without_the_librarys_source_its_tokenizer_is_refused(file, tmp_path, mo
 )
 def test_ranks_are_the_fewest_that_hold_the_degrees(text, ranks, file):
     assert config.load(file(text)).ranks() == ranks
+
+
+def test_torchtitans_warning_of_its_own_default_is_not_heard(file, caplog, monkeypatch):
+    needless = "initial_load_model_only=True has no effect"
+    dataclasses.replace(config.load(file(), ["--checkpoint.enable"]).checkpoint)
+    assert needless not in caplog.text
+    monkeypatch.setattr(logging.getLogger(), "filters", [])
+    CheckpointManager.Config()
+    assert needless in caplog.text

@@ -26,6 +26,9 @@ from titan_mega_moe.config.source import ConfigError, KeyProblem, Table, read, s
 ConfigManager.register_tyro_rules(custom_registry)
 logger = logging.getLogger("titan_mega_moe.config")  # its level is not that of the rest of the package
 logger.setLevel(logging.WARNING)
+# torchtitan warns of its own default, true, in every run that loads no other's checkpoint.
+_NEEDLESS = "initial_load_model_only=True has no effect"
+logging.getLogger().addFilter(lambda record: not str(record.msg).startswith(_NEEDLESS))
 
 
 def load(path: str | Path, args: list[str]) -> RunConfig:

@@ -22,7 +22,7 @@ def check(checkpoint: BaseCheckpointManager.Config, dump_folder: str) -> None:
         return
     if os.path.exists(folder) and not os.path.isdir(folder):
         raise KeyProblem(("checkpoint", "folder"), f"{folder!r} is there and is no folder")
-    step = checkpoint.load_step if checkpoint.load_step != -1 else _latest(folder)
+    step = checkpoint.load_step if checkpoint.load_step != -1 else latest(folder)
     saved = Path(folder, f"step-{step}")
     if checkpoint.load_step != -1 and not saved.is_dir():
         raise KeyProblem(("checkpoint", "load_step"), f"{folder!r} has no checkpoint of step {step}")
@@ -33,7 +33,8 @@ def check(checkpoint: BaseCheckpointManager.Config, dump_folder: str) -> None:
         raise KeyProblem(("checkpoint", "folder"), f"{str(saved)!r} {reason}: {elsewhere}")
 
 
-def _latest(folder: str) -> int:
+def latest(folder: str) -> int:
+    """The step of the last whole checkpoint in `folder`, as TorchTitan finds it; -1 if there is none."""
     names = os.listdir(folder) if os.path.isdir(folder) else []
     steps = [int(found[1]) for name in names if (found := re.search(r"step-(\d+)", name))]
     marks = (".metadata", "model.safetensors.index.json")
