@@ -1,5 +1,6 @@
 """What doctor prints, and its exit code."""
 
+import json
 import os
 import re
 import subprocess
@@ -12,14 +13,13 @@ import torch
 
 from tests.op import deep_gemm_double as double
 from tests.op.test_automatic import machine
-from titan_mega_moe import doctor, planner
+from titan_mega_moe import cli, doctor, launch, planner
 from titan_mega_moe.config import ConfigError
 from titan_mega_moe.op import backends, deep_gemm
 from titan_mega_moe.op.fastest import Sizes, Timing
 
 GIB = 2**30
 ROOT = Path(__file__).parents[1]
-ABSENT = "raise ModuleNotFoundError(\"No module named 'deep_gemm'\", name='deep_gemm')"
 PLAN = planner.Plan(
     world_size=16,
     mesh={"ep": 8, "efsdp": 2},
@@ -58,23 +58,21 @@ def line(output: str, mark: str, name: str) -> str:
     return found[0]
 
 
-def test_three_machines_three_true_lines_about_deep_gemm(tmp_path):
+def test_three_machines_three_true_lines_about_deep_gemm(tmp_path, monkeypatch, capsys):
     """Without the package, with that of the index, with a build that trains; none of them with a GPU."""
     if torch.cuda.is_available():
         pytest.skip("the lines say that there is no GPU")
-    texts = []
-    for source in (ABSENT, None, Path(double.__file__).read_text()):
-        (tmp_path / "deep_gemm.py").unlink(missing_ok=True)
-        if source is not None:
-            (tmp_path / "deep_gemm.py").write_text(source)
-        code, output = run(tmp_path)
-        assert code == 0  # the reference runs here
-        assert line(output, "ok", "backend").startswith("reference (the fused backends need a GPU")
-        texts.append((line(output, "", "deep_gemm"), line(output, "no", "deep_gemm")))
-    absent, index, stand_in = texts
+    package = f"sgl-deep-gemm {metadata.version('sgl-deep-gemm')}"
+    monkeypatch.setitem(sys.modules, "deep_gemm", None)
+    absent = lines_about_deep_gemm(capsys)
+    monkeypatch.delitem(sys.modules, "deep_gemm")
+    index = lines_about_deep_gemm(capsys)
+    (tmp_path / "deep_gemm.py").write_text(Path(double.__file__).read_text())
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "deep_gemm", raising=False)
+    stand_in = lines_about_deep_gemm(capsys)
     remedy = deep_gemm.REMEDY
     assert absent == ("not installed", f"deep_gemm is not installed; {remedy}")
-    package = f"sgl-deep-gemm {metadata.version('sgl-deep-gemm')}"
     assert index == (
         package,
         f"{package} has no bf16_mega_moe_backward, so it cannot train; {remedy}",
@@ -83,6 +81,14 @@ def test_three_machines_three_true_lines_about_deep_gemm(tmp_path):
         f"deep_gemm {double.__version__} at {tmp_path / 'deep_gemm.py'}",
         'it needs a Hopper or Blackwell GPU, the device is cpu; set backend = "reference"',
     )
+
+
+def lines_about_deep_gemm(capsys) -> tuple[str, str]:
+    deep_gemm.inspect_build.cache_clear()
+    assert doctor.main([]) == 0  # the reference runs here
+    output = capsys.readouterr().out
+    assert line(output, "ok", "backend").startswith("reference (the fused backends need a GPU")
+    return line(output, "", "deep_gemm"), line(output, "no", "deep_gemm")
 
 
 def test_a_build_that_trains_is_available_on_hopper(monkeypatch):
@@ -113,10 +119,12 @@ def test_the_number_of_ranks_may_follow_an_equals_sign():
     assert doctor._parse(["run.toml", "--world-size", "4"]) == ("run.toml", [], 4)
 
 
-def test_bad_file_is_exit_code_2(tmp_path):
+def test_bad_file_is_exit_code_2(tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
     (tmp_path / "bad.toml").write_text("[training]\nstepz = 3\n")
-    code, output = run(tmp_path, str(tmp_path / "bad.toml"))
-    assert code == 2 and "unknown key" in output and "Traceback" not in output
+    assert cli.main(["doctor", str(tmp_path / "bad.toml")]) == 2
+    shown = capsys.readouterr()
+    assert "unknown key" in shown.err.splitlines()[-1] and "Traceback" not in shown.out + shown.err
 
 
 def planned(monkeypatch, capsys, **changes) -> tuple[int, str]:
@@ -154,7 +162,7 @@ def test_memory_is_said_of_the_device_that_the_file_names(monkeypatch, capsys, d
 def test_between_the_findings_stands_nothing_else():
     code, output = run(ROOT, str(ROOT / "train_configs" / "debug_cpu.toml"))
     assert code == 0
-    titles = ("Versions", "GPUs", "Backends on", "Memory per", str(ROOT / "train_configs"))
+    titles = ("Versions", "GPUs", "Backends on", "Memory per", str(ROOT / "train_configs"), "planning the run")
     assert [text for text in output.splitlines() if not text.startswith(("  ", *titles))] == []
 
 
@@ -219,9 +227,34 @@ def test_upstream_can_always_run(monkeypatch, capsys):
     assert code == 0 and line(output, "ok", "backend") == "TorchTitan's own layer, standard dispatcher"
 
 
-def test_ranks_say_that_symmetric_memory_needs_gpus():
+def test_ranks_say_that_symmetric_memory_needs_gpus(monkeypatch, capsys):
     if torch.cuda.is_available():
         pytest.skip("tries the GPUs here")
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "titan_mega_moe"]
-    done = subprocess.run([sys.executable, *command, "doctor"], capture_output=True, text=True, timeout=200, check=True)
-    assert "ok between ranks" in done.stdout and done.stdout.count("Versions") == 1
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "1"), ("LOCAL_WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    assert doctor.main([]) == 0 and capsys.readouterr().out == ""  # rank 0 speaks for all
+    monkeypatch.setenv("RANK", "0")
+    assert doctor.main([]) == 0
+    assert line(capsys.readouterr().out, "ok", "between ranks").startswith("symmetric memory needs GPUs")
+
+
+def test_gpus_without_ranks_get_some_that_try_their_memory(monkeypatch):
+    """With several GPUs; what the ranks write is theirs, here a stand-in's."""
+    written = {"good": ["0 1"], "bad": {"1 0": "what rank 1 wrote did not arrive"}, "failed": {}}
+    started = []
+
+    def start(command, ranks, folder):
+        started.append(ranks)
+        Path(command[-1]).write_text(json.dumps(written))
+        return 0
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(launch, "launch", start)
+    monkeypatch.delenv("RANK", raising=False)
+    assert doctor.between_ranks() == [
+        doctor.Line("between ranks", "rank 0 reaches 1", True),
+        doctor.Line("between ranks", "rank 1 to rank 0: what rank 1 wrote did not arrive", False),
+    ]
+    monkeypatch.setattr(launch, "launch", lambda *_: 134)
+    (failed,) = doctor.between_ranks()
+    assert failed.ok is False and "exit code 134" in failed.text and started == [2]

@@ -1,27 +1,30 @@
 """`titan-mega-moe doctor [FILE]`: will a run work here, and what will it take?
 
 It looks at the machine (versions, GPUs and the links between them, symmetric memory, each backend) and, given
-a TOML file, plans the run for any number of ranks. Started on several ranks it tries symmetric memory between
-them.
+a TOML file, plans the run for any number of ranks. Symmetric memory is tried between the ranks it was started on, else
+between the GPUs here.
 """
 
 import importlib.util
+import json
 import os
 import shutil
-from collections import Counter
-from collections.abc import Iterator
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from datetime import timedelta
 from importlib import metadata
 from itertools import combinations
+from pathlib import Path
 from platform import python_version
 
 import torch
-import torch.distributed as dist
 from rich.console import Console
 from rich.markup import escape
 
-from titan_mega_moe import planner
+from titan_mega_moe import launch, peers, planner
 from titan_mega_moe.config import ConfigError
 from titan_mega_moe.op import backends, deep_gemm, fastest
 from titan_mega_moe.op.fastest import Sizes
@@ -33,7 +36,7 @@ USAGE = """usage: titan-mega-moe doctor [FILE [--world-size N] [--section.key va
   --world-size N    plan for N ranks instead of as many as its degrees need; GPUs are not needed for that
   --section.key     any key of the file, e.g. --mega_moe.backend deep_gemm
 
-Under torchrun, symmetric memory is tried between the ranks.
+Symmetric memory is tried between the GPUs here; under torchrun, between the ranks of each host.
 Exit code: 0 the backend can run here, and so can FILE; 1 one of them cannot; 2 bad input."""
 
 GIB = 2**30
@@ -54,20 +57,24 @@ def main(args: list[str]) -> int:
         print(USAGE)
         return 0
     path, overrides, world_size = _parse(args)
-    rank, shared = int(os.environ.get("RANK", "0")), _shared_memory_between_ranks()
-    if rank != 0:
+    if os.environ.get("RANK", "0") != "0":
+        between_ranks()
         return 0
     console = Console(highlight=False)
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    _print(console, "Versions", versions())
-    _print(console, "GPUs", [*gpus(), *links(), *symmetric_memory()])
-    _print(console, f"Backends on {device_type}", [backend_line(n, device_type) for n in backends.NAMES[1:]])
-    if path is None:
-        _, chosen = chosen_backend("auto", device_type)
-        _print(console, "Here", [chosen, *timed_lines(device_type), *shared])
-        return 0 if all(line.ok for line in (chosen, *shared)) else 1
-    with console.status("planning the run"):  # a model of many layers takes a minute
-        plan = planner.make(path, overrides, world_size)
+    with ThreadPoolExecutor(1) as beside:
+        planned = beside.submit(planner.make, path, overrides, world_size) if path is not None else None
+        _print(console, "Versions", versions())
+        _print(console, "GPUs", [*gpus(), *links(), *symmetric_memory()])
+        _print(console, f"Backends on {device_type}", [backend_line(n, device_type) for n in backends.NAMES[1:]])
+        with _busy(console, "trying symmetric memory between the GPUs", torch.cuda.device_count() > 1):
+            shared = between_ranks()
+        if path is None or planned is None:
+            _, chosen = chosen_backend("auto", device_type)
+            _print(console, "Here", [chosen, *timed_lines(device_type), *shared])
+            return 0 if all(line.ok for line in (chosen, *shared)) else 1
+        with _busy(console, "planning the run, which takes a minute for a model of many layers"):
+            plan = planned.result()
     name, chosen = chosen_backend(plan.asked, plan.device, plan.sizes)
     if name is not None and name != plan.backend:  # what "auto" is here may need other memory
         plan = planner.make(path, [*overrides, "--mega_moe.backend", name], world_size)
@@ -162,17 +169,18 @@ def links() -> list[Line]:
     from torch._C._distributed_c10d import _detect_dma_connectivity  # type: ignore[attr-defined]
 
     nvlinks = _detect_dma_connectivity(DeviceType.CUDA, "nvlink").matrix
-    kinds: Counter[tuple[int, bool]] = Counter()
+    kinds: dict[tuple[int, bool], list[str]] = {}
     for i, j in combinations(range(count), 2):
-        peers = torch.cuda.can_device_access_peer(i, j) and torch.cuda.can_device_access_peer(j, i)
-        kinds[nvlinks[i][j], peers] += 1
+        reach = torch.cuda.can_device_access_peer(i, j) and torch.cuda.can_device_access_peer(j, i)
+        kinds.setdefault((nvlinks[i][j], reach), []).append(f"{i}-{j}")
     return [
         Line(
-            f"{pairs} pair{'s' * (pairs > 1)}",
-            f"{n} NVLinks, {'peer access' if peers else 'no peer access: no fused backend between them'}",
-            peers,
+            f"{len(pairs)} pair{'s' * (len(pairs) > 1)}",
+            f"{n} NVLinks, {'peer access' if reach else 'no peer access: no fused backend between them'}"
+            + (f" ({', '.join(pairs)})" if len(kinds) > 1 else ""),
+            reach,
         )
-        for (n, peers), pairs in kinds.items()
+        for (n, reach), pairs in kinds.items()
     ]
 
 
@@ -186,47 +194,47 @@ def symmetric_memory() -> list[Line]:
         symm_mem.empty(1024, dtype=torch.uint8, device=torch.device("cuda", torch.cuda.current_device()))
     except RuntimeError as error:
         return [Line("symmetric memory", f"cannot be allocated: {error}", False)]
-    hint = "" if _ranks() > 1 else "; to try it between GPUs: torchrun --nproc-per-node N -m titan_mega_moe doctor"
-    return [Line("symmetric memory", f"can be allocated{hint}", True)]
+    return [Line("symmetric memory", "can be allocated", True)]
 
 
-def _ranks() -> int:
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def _shared_memory_between_ranks() -> list[Line]:
-    """A rendezvous of all ranks, after which each reads what its right neighbour wrote. A collective."""
-    if _ranks() == 1:
+def between_ranks() -> list[Line]:
+    """Whether ranks reach each other's memory: those that torchrun started, else one for each GPU here."""
+    if "RANK" in os.environ:
+        size = int(os.environ["WORLD_SIZE"])
+        if size == 1:
+            return []
+        if not torch.cuda.is_available():
+            return [Line("between ranks", "symmetric memory needs GPUs, this is a CPU: gloo is used", True)]
+        found = peers.between_ranks()
+        return [] if found is None else list(peer_lines(found, size))
+    size = torch.cuda.device_count()
+    if size < 2:
         return []
-    if not torch.cuda.is_available():
-        return [Line("between ranks", "symmetric memory needs GPUs, this is a CPU: gloo is used", True)]
-    rank, device = int(os.environ["RANK"]), torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timedelta(seconds=60))
-    try:
-        found: str | None = _read_neighbour(rank, device)
-    except RuntimeError as error:
-        found = str(error).splitlines()[0]
-    reasons: list[str | None] = [None] * _ranks()
-    dist.all_gather_object(reasons, found)
-    dist.destroy_process_group()
-    failed = [f"rank {r}: {reason}" for r, reason in enumerate(reasons) if reason is not None]
-    text = "; ".join(failed) or f"{_ranks()} ranks read each other's memory"
-    return [Line("between ranks", text, not failed)]
+    with tempfile.TemporaryDirectory(prefix="titan-mega-moe-doctor-") as folder:
+        file = Path(folder) / "found.json"
+        code = launch.launch(["-m", "titan_mega_moe.peers", str(file)], size, Path(folder) / "ranks")
+        if code != 0 or not file.is_file():
+            return [Line("between GPUs", f"trying symmetric memory ended with exit code {code}, see above", False)]
+        stored = json.loads(file.read_text())
+    stored["failed"] = {int(rank): reason for rank, reason in stored["failed"].items()}
+    return list(peer_lines(peers.Found(**stored), size))
 
 
-def _read_neighbour(rank: int, device: torch.device) -> str | None:
-    import torch.distributed._symmetric_memory as symm_mem
-
-    mine = symm_mem.empty(1, dtype=torch.int32, device=device).fill_(rank)
-    world = dist.group.WORLD
-    assert world is not None
-    handle = symm_mem.rendezvous(mine, world)
-    handle.barrier()
-    right = (rank + 1) % _ranks()
-    read = int(handle.get_buffer(right, (1,), torch.int32))
-    handle.barrier()
-    return None if read == right else f"read {read} from rank {right}"
+def peer_lines(found: peers.Found, size: int) -> Iterator[Line]:
+    """One line if every pair of a host's ranks is good, else one for each rank, bad pair and rank that failed."""
+    if not found.bad and not found.failed:
+        text = f"each of {size} ranks wrote to and read the memory of every peer on its host"
+        yield Line("between ranks", f"{text} ({len(found.good)} pairs)", True)
+        return
+    good: dict[int, list[int]] = {}
+    for writer, owner in sorted(tuple(map(int, pair.split())) for pair in found.good):
+        good.setdefault(writer, []).append(owner)
+    for writer, owners in good.items():
+        yield Line("between ranks", f"rank {writer} reaches {', '.join(map(str, owners))}", True)
+    for pair, reason in sorted(found.bad.items()):
+        yield Line("between ranks", f"rank {pair.replace(' ', ' to rank ')}: {reason}", False)
+    for rank, reason in sorted(found.failed.items()):
+        yield Line("between ranks", f"rank {rank} {reason}", False)
 
 
 def backend_line(name: str, device_type: str) -> Line:
@@ -286,11 +294,21 @@ def plan_lines(plan: planner.Plan) -> Iterator[Line]:
     yield Line("total", f"{missing}{_gib(plan.total)}, and {beside}")
 
 
+def _busy(console: Console, text: str, busy: bool = True) -> AbstractContextManager[object]:
+    """Says what is being waited for: turning on a terminal, else as a line on stderr."""
+    if not busy:
+        return nullcontext()
+    if console.is_terminal:
+        return console.status(text)
+    print(f"{text} ...", file=sys.stderr, flush=True)
+    return nullcontext()
+
+
 def _gib(count: int) -> str:
     return f"{count / GIB:.2f} GiB"
 
 
-def _print(console: Console, title: str, lines: "Iterator[Line] | list[Line]") -> None:
+def _print(console: Console, title: str, lines: Iterable[Line]) -> None:
     console.print(f"[bold]{escape(title)}[/]", soft_wrap=True)
     marks = {True: "[green]ok[/] ", False: "[red]no[/] ", None: "   "}
     for line in lines:

@@ -15,6 +15,7 @@ The CUDA context, NCCL's buffers and what the allocator holds unused come on top
 """
 
 import dataclasses
+import importlib
 import logging
 import multiprocessing
 import warnings
@@ -267,6 +268,8 @@ def _with_states(config: "RunConfig", parts: list[Any]) -> list[Any]:
     """The optimizers, with the states that their first step makes."""
     import torch
 
+    # What Adam and AdamW compute is of no interest either, and takes DTensor seconds for each group of parameters.
+    importlib.import_module("torch.optim.adam").adam = lambda *_, **__: None  # type: ignore[attr-defined]
     container = config.optimizer.build(model_parts=parts)
     for part in parts:
         for p in part.parameters():
