@@ -163,9 +163,12 @@ def record(settings: Trainer.Config, cls: type[Trainer] | None = None) -> Result
     norms: list[float] = []
     grads: dict[str, torch.Tensor] = {}
 
-    def log(step: int, average: float, largest: float, norm: float, **_: Any) -> None:
+    write = trainer.metrics_processor.log
+
+    def log(step: int, average: float, largest: float, norm: float, **rest: Any) -> None:
         losses.append(average)
         norms.append(norm)
+        write(step, average, largest, norm, **rest)
 
     step = trainer.optimizers.step
 
