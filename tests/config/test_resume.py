@@ -25,8 +25,8 @@ def save(folder, step, state=STATE):
     dcp.save(dict(state), checkpoint_id=folder / "checkpoint" / f"step-{step}", no_dist=True)
 
 
-def check(folder, **fields):
-    resume.check(CheckpointManager.Config(enable=True, **fields), str(folder))
+def check(folder, readers=2, **fields):
+    resume.check(CheckpointManager.Config(enable=True, **fields), str(folder), readers)
 
 
 def refusal(folder, **fields):
@@ -76,3 +76,12 @@ def test_the_model_alone(folder):
     check(folder, exclude_from_loading=["train_state"])
     save(folder / "seed", 0, {"w": STATE["w"]})
     check(folder / "seed")
+
+
+def test_other_ranks_than_had_read_the_data(folder):
+    read = {f"dp_rank_{rank}": torch.ones(1) for rank in range(2)}
+    save(folder, 9, {**STATE, "dataloader": {**read, "world_size": torch.tensor(2)}})
+    check(folder)
+    said = refusal(folder, readers=4)
+    assert said.startswith("exclude_from_loading: ") and "how far 2 ranks had read the data" in said
+    check(folder, readers=4, exclude_from_loading=["dataloader"])

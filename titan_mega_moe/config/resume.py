@@ -9,14 +9,18 @@ import re
 from pathlib import Path
 
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
 from torchtitan.components.checkpointer import BaseCheckpointManager
 from torchtitan.tools import filesystem
 
 from titan_mega_moe.config.source import KeyProblem
 
 
-def check(checkpoint: BaseCheckpointManager.Config, dump_folder: str) -> None:
-    """Raise KeyProblem if the run cannot write its checkpoints, or cannot go on from the one it will load."""
+def check(checkpoint: BaseCheckpointManager.Config, dump_folder: str, readers: int) -> None:
+    """Raise KeyProblem if the run cannot write its checkpoints, or cannot go on from the one it will load.
+
+    `readers` is the data-parallel degree: that many ranks read data, each from a place of its own.
+    """
     folder = os.path.join(dump_folder, checkpoint.folder)
     if not checkpoint.enable or filesystem.is_remote(folder):
         return
@@ -28,9 +32,23 @@ def check(checkpoint: BaseCheckpointManager.Config, dump_folder: str) -> None:
         raise KeyProblem(("checkpoint", "load_step"), f"{folder!r} has no checkpoint of step {step}")
     if not (saved / ".metadata").is_file():
         return
-    if reason := _refusal_reason(saved, step, checkpoint.exclude_from_loading):
+    try:
+        metadata = FileSystemReader(saved).read_metadata()
+    except Exception as error:  # a pickle: anything may come of a damaged one
+        reason: str | None = f"has metadata that cannot be read ({type(error).__name__})"
+    else:
+        reason = _refusal_reason(metadata, saved, step, checkpoint.exclude_from_loading)
+    if reason:
         elsewhere = "name an earlier step as load_step, or another dump_folder"
         raise KeyProblem(("checkpoint", "folder"), f"{str(saved)!r} {reason}: {elsewhere}")
+    before = sum(name.startswith("dataloader.dp_rank_") for name in metadata.state_dict_metadata)
+    if before not in (0, readers) and step != 0 and "dataloader" not in checkpoint.exclude_from_loading:
+        text = (
+            f"{str(saved)!r} says how far {before} ranks had read the data, which TorchTitan cannot divide among "
+            f'{readers}: set exclude_from_loading = ["dataloader"] to go on with the data from its beginning, or '
+            f"keep a data-parallel degree of {before}"
+        )
+        raise KeyProblem(("checkpoint", "exclude_from_loading"), text)
 
 
 def latest(folder: str) -> int:
@@ -41,11 +59,7 @@ def latest(folder: str) -> int:
     return max((s for s in steps if any(Path(folder, f"step-{s}", m).is_file() for m in marks)), default=-1)
 
 
-def _refusal_reason(saved: Path, step: int, excluded: list[str]) -> str | None:
-    try:
-        metadata = FileSystemReader(saved).read_metadata()
-    except Exception as error:  # a pickle: anything may come of a damaged one
-        return f"has metadata that cannot be read ({type(error).__name__})"
+def _refusal_reason(metadata: Metadata, saved: Path, step: int, excluded: list[str]) -> str | None:
     ends: dict[str, int] = {}
     for part in (metadata.storage_data or {}).values():
         ends[part.relative_path] = max(ends.get(part.relative_path, 0), part.offset + part.length)

@@ -143,7 +143,7 @@ def check_world(config: RunConfig, world_size: int) -> None:
     source = checkpoint.initial_load_path
     if source and not filesystem.is_remote(source) and not os.path.isdir(source):
         raise KeyProblem(("checkpoint", "initial_load_path"), f"{source!r} is no folder")
-    resume.check(config.checkpoint, config.dump_folder)
+    resume.check(config.checkpoint, config.dump_folder, dims.dp_replicate * dims.dp_shard)
     _check_tokenizer(config)
     for key, loader in _loaders(config):
         if isinstance(loader, HuggingFaceTextDataLoader.Config) and (
