@@ -296,5 +296,6 @@ def _dense_mask(block_mask: Any) -> torch.Tensor:
 
     if not hasattr(block_mask, "dense"):
         B, N, q_len, kv_len = block_mask.shape
-        block_mask.dense = create_mask(block_mask.mask_mod, B, N, q_len, kv_len, device="cpu")
+        device = block_mask.kv_num_blocks.device
+        block_mask.dense = create_mask(block_mask.mask_mod, B, N, q_len, kv_len, device=device)
     return block_mask.dense

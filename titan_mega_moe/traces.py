@@ -15,7 +15,7 @@ CATEGORIES = {
         r"mega_moe::(dispatch|routing)|^(publish|count|scan|tiles|place|begin)$|(?i:all_?to_?all)|async.*dispatch"
     ),
     "combine": r"mega_moe::combine|^combine$|async.*combine",
-    "experts": r"mega_moe|^(gate_up|down|weight_grad)|grouped|moe_",
+    "experts": r"mega_moe|^(gate_up|down|weight_grad)|grouped|GroupProblemShape|moe_",
     "attention": r"(?i)attention|flash|flex|sdpa|fmha",
     "optimizer": r"(?i)optimizer|adam|multi_tensor|_foreach",
     "FSDP": r"FSDP|(?i:all_?gather|reduce_?scatter)",
