@@ -3,7 +3,8 @@
     def body(shape): ...            # importable by name; torch.distributed is initialized, results are
     picklable first, second = ranks.run(2, body, (3, 4))
 
-Processes are kept from call to call, since importing torch takes seconds; each call has a group of its own.
+Processes are kept from call to call and, without a GPU, forked from one that has imported everything, since that
+takes seconds; each call has a group of its own.
 A rank that fails, or a deadlock that runs into the limit, fails the call with every failed rank's traceback,
 and the next call starts fresh processes.
 """
@@ -42,9 +43,10 @@ def run(world_size: int, body: Callable[..., Any], *args: Any, timeout: float = 
 
 def stop() -> None:
     """End every kept process."""
-    while _pool:
-        process, connection = _pool.pop()
+    for _, connection in _pool:
         connection.close()
+    while _pool:
+        process, _ = _pool.pop()
         process.join(2)  # an idle process ends by itself
         process.kill()
 
@@ -69,15 +71,20 @@ def _collect(connections: list[Connection], timeout: float) -> list[tuple[bool, 
 
 
 def _start() -> tuple[BaseProcess, Connection]:
-    context = multiprocessing.get_context("spawn")
+    import torch
+
+    # A process that has asked for GPUs cannot be forked into one that uses them.
+    context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
+    context.set_forkserver_preload(["tests.preload"])
     here, there = context.Pipe()
-    process = context.Process(target=_serve, args=(there,), daemon=True)
+    process = context.Process(target=_serve, args=(there, dict(os.environ)), daemon=True)
     process.start()
     there.close()
     return process, here
 
 
-def _serve(connection: Connection) -> None:
+def _serve(connection: Connection, environment: dict[str, str]) -> None:
+    os.environ.update(environment)  # the server that forks has that of its own start
     import torch
     import torch.distributed as dist
 
@@ -92,7 +99,7 @@ def _serve(connection: Connection) -> None:
         try:
             body, rank, world_size, path, timeout = connection.recv()
         except (EOFError, OSError):
-            return
+            os._exit(0)  # at once: taking gigabytes of Python objects apart takes seconds
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
         try:
             dist.init_process_group(
