@@ -5,10 +5,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import chain, repeat
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor, debug
 from torchtitan import trainer as upstream_trainer
 from torchtitan.components.checkpoint import CheckpointManager
@@ -17,7 +19,7 @@ from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.components.tokenizer import BaseTokenizer
-from torchtitan.config import DebugConfig, ParallelismConfig, TrainingConfig
+from torchtitan.config import CompileConfig, DebugConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.protocols.model_spec import ModelSpec
@@ -46,16 +48,18 @@ class Ramps(BaseDataLoader):
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
-        pass
+        lengths: tuple[tuple[int, ...], ...] = ()
+        """Tokens of a sequence in each step, by data-parallel rank; by default training.seq_len in all."""
 
     def __init__(self, config: Config, *, dp_rank: int, seq_len: int, local_batch_size: int, **_: Any):
         self.shape = (local_batch_size, seq_len)
+        self.lengths = [step[dp_rank] for step in config.lengths]
         self.key = f"generator_{dp_rank}"
         self.generator = torch.Generator().manual_seed(dp_rank)
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
-        B, L = self.shape
-        while True:
+        B, longest = self.shape
+        for L in chain(self.lengths, repeat(longest)):
             start, pace = torch.randint(0, 500, (2, B, 1), generator=self.generator)
             text = (start + (1 + pace % 3) * torch.arange(L + 1)) % 500
             yield {"input": text[:, :-1], "positions": torch.arange(L).expand(B, L)}, text[:, 1:]
@@ -71,7 +75,7 @@ class Slices(Ramps):
     """The same, but of one global batch, whatever the number of ranks: a run can go on with another."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(BaseDataLoader.Config):
+    class Config(Ramps.Config):
         pass
 
     def __init__(self, config: Config, *, dp_world_size: int, dp_rank: int, seq_len: int, local_batch_size: int, **_):
@@ -100,6 +104,8 @@ class Run:
     ac: ActivationCheckpointing.Config | None = None
     debug: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
+    compile: str = ""  # torch.compile's backend for the blocks; "": none
+    lengths: tuple[tuple[int, ...], ...] = ()  # see Ramps
 
 
 @dataclass
@@ -108,6 +114,8 @@ class Result:
     grad_norms: list[float]
     grads: dict[str, torch.Tensor]  # of step 1, this rank's shards
     expert_bias: list[torch.Tensor]
+    expert_counts: list[torch.Tensor]  # (layers, experts) of each step, as this rank's forwards left them
+    graphs: list[int]  # that torch.compile has made until the end of each step, since it was reset
 
 
 def spec(run: Run) -> ModelSpec:
@@ -125,7 +133,7 @@ def config(run: Run, folder: str) -> Trainer.Config:
         dump_folder=folder,
         hf_assets_path=folder,
         tokenizer=NoTokenizer.Config(),
-        dataloader=Ramps.Config(),
+        dataloader=Ramps.Config(lengths=run.lengths),
         loss=CrossEntropyLoss.Config(global_vocab_size=2048),
         metrics=MetricsProcessor.Config(log_freq=1),
         optimizer=default_adamw(lr=1e-3),
@@ -144,6 +152,7 @@ def config(run: Run, folder: str) -> Trainer.Config:
         parallelism=ParallelismConfig(**run.parallelism),
         checkpoint=CheckpointManager.Config(enable=False),
         activation_checkpoint=run.ac,
+        compile=CompileConfig(enable=bool(run.compile), components=["model"], backend=run.compile or "inductor"),
         debug=DebugConfig(seed=1, **run.debug),
     )
 
@@ -162,13 +171,19 @@ def record(settings: Trainer.Config, cls: type[Trainer] | None = None) -> Result
     losses: list[float] = []
     norms: list[float] = []
     grads: dict[str, torch.Tensor] = {}
+    counts: list[torch.Tensor] = []
+    graphs: list[int] = []
 
     write = trainer.metrics_processor.log
 
     def log(step: int, average: float, largest: float, norm: float, **rest: Any) -> None:
         losses.append(average)
         norms.append(norm)
+        graphs.append(counters["stats"]["unique_graphs"])
         write(step, average, largest, norm, **rest)
+
+    def buffers(kind: str) -> list[torch.Tensor]:
+        return [b for part in trainer.model_parts for name, b in part.named_buffers() if kind in name]
 
     step = trainer.optimizers.step
 
@@ -177,6 +192,7 @@ def record(settings: Trainer.Config, cls: type[Trainer] | None = None) -> Result
             for part in trainer.model_parts:
                 for name, p in part.named_parameters():
                     grads[name.replace("_checkpoint_wrapped_module.", "")] = local(p.grad).clone()
+        counts.append(torch.stack([local(b) for b in buffers("tokens_per_expert")]))
         step(*args)
 
     # Upstream's rank 0 sleeps two seconds after its last step.
@@ -185,8 +201,7 @@ def record(settings: Trainer.Config, cls: type[Trainer] | None = None) -> Result
     trainer.optimizers.step = keep_first
     trainer.train()
     trainer.close()
-    buffers = [b for part in trainer.model_parts for name, b in part.named_buffers() if "expert_bias" in name]
-    return Result(losses, norms, grads, [local(b) for b in buffers])
+    return Result(losses, norms, grads, [local(b) for b in buffers("expert_bias")], counts, graphs)
 
 
 def local(t: torch.Tensor) -> torch.Tensor:

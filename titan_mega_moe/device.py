@@ -206,7 +206,7 @@ def _prepare_cpu() -> None:
     random._rng_tracker = cast(Any, _ShardedRandom())
     dist_utils.set_pg_timeouts = _set_pg_timeouts
     fsdp.disable_fsdp_gradient_division = _sum_gradients
-    attention._compiled_create_block_mask = attention.create_block_mask
+    attention._compiled_create_block_mask = _block_mask
     attention.FlexAttention.compiled_flex_attn = staticmethod(_dense_attention)
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         _ATEN.impl("_grouped_mm", _wide_grouped_mm(), "CPU")
@@ -288,6 +288,17 @@ def _dense_attention(
         q_BNLH, k_BNLH, v_BNLH, attn_mask=_dense_mask(block_mask), scale=scale, enable_gqa=enable_gqa
     )
     return out_BNLH, None
+
+
+def _block_mask(*args: Any, **settings: Any) -> Any:
+    """FlexAttention's create_block_mask, run eagerly, with the dense mask on it: made in the first layer, it would
+    make the others unlike the first to the compiler.
+    """
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    block_mask = create_block_mask(*args, **settings)
+    _dense_mask(block_mask)
+    return block_mask
 
 
 def _dense_mask(block_mask: Any) -> torch.Tensor:

@@ -4,9 +4,11 @@ The forward returns what the backward wants kept as outputs, so that activation 
 compiler's partitioner see it, may save or drop it, and never have to run the communication again to get it.
 """
 
+import math
 from typing import Any
 
 import torch
+from torch.utils.flop_counter import register_flop_formula
 
 from titan_mega_moe.op.backends import Call, load
 from titan_mega_moe.op.ranges import phase
@@ -150,3 +152,14 @@ def _no_second_derivative(ctx: Any, *grads: torch.Tensor | None) -> tuple:
 
 
 torch.library.register_autograd("titan_mega_moe::mega_moe_backward", _no_second_derivative, lib=_LIBRARY)
+
+
+# What a partitioner with a memory budget takes running the op again to cost; unknown ops cost it nothing.
+@register_flop_formula(torch.ops.titan_mega_moe.mega_moe)
+def _(x: torch.Size, ids: torch.Size, scores: torch.Size, w1: torch.Size, *_: Any, **__: Any) -> int:
+    return 6 * math.prod(ids) * w1[1] * w1[2]
+
+
+@register_flop_formula(torch.ops.titan_mega_moe.mega_moe_backward)
+def _(dy: torch.Size, x: torch.Size, ids: torch.Size, scores: torch.Size, w1: torch.Size, *_: Any, **__: Any) -> int:
+    return 12 * math.prod(ids) * w1[1] * w1[2]
