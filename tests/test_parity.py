@@ -54,7 +54,7 @@ def check_float32(run: Run) -> None:
 @pytest.mark.parametrize("model", MODELS)
 def test_float32(model, mesh):
     world, degrees = MESHES[mesh]
-    steps = 30 if mesh == "ep2" else 8  # the long run takes minutes
+    steps = 30 if (model, mesh) == ("qwen3", "ep2") else 4  # the long run takes minutes
     run = replace(MODELS[model], steps=steps, parallelism=degrees | PARTIAL)
     ranks.run(world, check_float32, run, timeout=LIMIT)
 
@@ -66,7 +66,7 @@ def test_float32_without_expert_parallelism(model):
 
 
 def test_float32_full_width():
-    run = Run(layers=2, steps=2, parallelism={"expert_parallel_degree": 2} | PARTIAL)
+    run = Run(layers=1, steps=2, parallelism={"expert_parallel_degree": 2} | PARTIAL)
     ranks.run(2, check_float32, run, timeout=LIMIT)
 
 
@@ -90,7 +90,7 @@ def distance(grads: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> 
 
 # All in bfloat16, as FSDP has it by default; and the experts alone, where nothing else hides their error.
 @pytest.mark.parametrize(
-    "model, params, steps", [("qwen3", "bfloat16", 30), ("qwen3", "float32", 1), ("deepseek_v3", "float32", 8)]
+    "model, params, steps", [("qwen3", "bfloat16", 8), ("qwen3", "float32", 1), ("deepseek_v3", "float32", 4)]
 )
 def test_bfloat16(model, params, steps):
     run = replace(
@@ -132,15 +132,45 @@ PLANS = {
     ),
     "never_reshard": (2, dict(parallelism={"fsdp_reshard_after_forward": "never"} | PARTIAL)),
     # TorchTitan's context parallelism takes sequences of at least 2 x 128 tokens a rank.
-    "context_parallel": (
+    "context_parallel_ep": (
         4,
         dict(
             parallelism={"expert_parallel_degree": 2, "context_parallel_degree": 2} | PARTIAL,
             training={"seq_len": 512},
             layers=1,
+            steps=1,
         ),
     ),
-    "interleaved_pipeline": (
+    "tensor_and_context_parallel_ep": (
+        4,
+        dict(
+            parallelism={"expert_parallel_degree": 4, "tensor_parallel_degree": 2, "context_parallel_degree": 2}
+            | PARTIAL,
+            training={"seq_len": 512},
+            layers=1,
+            steps=1,
+        ),
+    ),
+    "full_dtensor": (
+        2,
+        dict(
+            parallelism={
+                "expert_parallel_degree": 2,
+                "tensor_parallel_degree": 2,
+                "spmd_backend": "full_dtensor",
+            },
+        ),
+    ),
+    # TorchTitan's default reshards after the forward, except in pipelines: there "always" says something.
+    "pipeline_ep_always_reshard": (
+        4,
+        dict(
+            parallelism={"expert_parallel_degree": 2, "fsdp_reshard_after_forward": "always", **pipeline("1F1B")}
+            | PARTIAL,
+            training={"local_batch_size": 2},
+        ),
+    ),
+    "interleaved_pipeline_ep": (
         4,
         dict(
             parallelism={"expert_parallel_degree": 2, **pipeline("Interleaved1F1B")} | PARTIAL,
@@ -148,9 +178,13 @@ PLANS = {
             layers=4,
         ),
     ),
-    "zero_bubble_pipeline": (
-        2,
-        dict(parallelism=pipeline("InterleavedZeroBubble") | PARTIAL, training={"local_batch_size": 2}, layers=4),
+    "zero_bubble_pipeline_ep": (
+        4,
+        dict(
+            parallelism={"expert_parallel_degree": 2, **pipeline("InterleavedZeroBubble")} | PARTIAL,
+            training={"local_batch_size": 2},
+            layers=4,
+        ),
     ),
     "pipeline": (2, dict(parallelism=pipeline("1F1B") | PARTIAL, training={"local_batch_size": 2})),
 }
@@ -158,7 +192,7 @@ PLANS = {
 
 def check_plan(run: Run) -> None:
     ours = train(run)
-    theirs = train(upstream(replace(run, parallelism=run.parallelism | PARTIAL)))
+    theirs = train(upstream(replace(run, parallelism=PARTIAL | run.parallelism)))
     for a, b in zip(ours.losses + ours.grad_norms, theirs.losses + theirs.grad_norms, strict=True):
         assert abs(a - b) / b < 1e-5, (ours.losses, theirs.losses, ours.grad_norms, theirs.grad_norms)
     # The load-balancing bias moves by the sign of the expert counts: it is equal or it is not.
