@@ -149,7 +149,10 @@ class Backend(Protocol):
         """Bytes that `prepare` takes on each rank's device; None when only a library it calls knows."""
 
     def check(self, wait: bool) -> None:
-        """Raise RuntimeError if a kernel has given up waiting for a peer; wait: let those that still run end first."""
+        """Raise RuntimeError if a kernel has given up waiting for a peer; wait: let those that still run end first.
+
+        Without wait an optimizer is about to step: what a first step compiles is compiled.
+        """
 
 
 def load(name: str) -> Backend:

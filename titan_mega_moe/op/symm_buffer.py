@@ -26,7 +26,8 @@ from titan_mega_moe.op.backends import BufferPlan, group_of
 _ALIGNMENT = 1024
 # Why a kernel gave up: the first four are gemm.cu's Phase.
 NONE, ROUTING, DISPATCH, COMBINE, TOKENS, IDS = range(6)
-TIMEOUT_SECONDS = 60
+# In a first step each rank compiles and tunes at its own pace: TorchTitan's collectives wait as long then.
+FIRST_TIMEOUT_SECONDS, TIMEOUT_SECONDS = 300, 60
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,7 @@ class SymmBuffer:
         self.t_max, self.dim, self.top_k = t_max, dim, top_k
         self._views: dict[tuple[str, int], torch.Tensor] = {}
         self._mapping: object = None  # the peers' memory stays mapped while it lives
+        self.timeout_seconds = FIRST_TIMEOUT_SECONDS  # of every wait for a peer
         self.shares_gpu = False  # whether ranks of the group take turns on a GPU
         self.regions, self.nbytes = layout(self.ep_size, t_max, dim, top_k, copies)
         device = memories[rank].device
@@ -149,8 +151,8 @@ class SymmBuffer:
             )
         what = {ROUTING: "expert ids", DISPATCH: "dispatched rows", COMBINE: "combined sums"}[phase]
         raise RuntimeError(
-            f"mega_moe: rank {self.rank} of the expert-parallel group waited {TIMEOUT_SECONDS} s for the {what} of "
-            f"rank {peer} (call {wanted}, the last that came was {seen}); look at that rank's log for an earlier "
+            f"mega_moe: rank {self.rank} of the expert-parallel group waited {self.timeout_seconds} s for the {what} "
+            f"of rank {peer} (call {wanted}, the last that came was {seen}); look at that rank's log for an earlier "
             "error, and at whether every rank makes the same calls in the same order"
         )
 

@@ -97,6 +97,25 @@ def wrong_ids(ep: int) -> None:
             assert bad is None, bad
 
 
+def silent_peer(ep: int) -> None:
+    """A wait for entries that never come ends, and says for how long it lasted, for whom and since when."""
+    t_max, K = 8, 2
+    sizes = routing.Sizes(ep, t_max, K, 2)
+    _, nbytes = layout(ep, t_max, 64, K, 1)
+    memories = [torch.zeros(nbytes, dtype=torch.uint8) for _ in range(ep)]
+    buffer, scratch = SymmBuffer(memories, 0, t_max, 64, K, 1), routing.Scratch(sizes, torch.device("cpu"))
+    routing._POLLS_PER_SECOND, buffer.timeout_seconds = 1, 5
+    routing.announce(buffer, scratch, sizes, torch.zeros(3, K, dtype=torch.int64), torch.rand(3, K))
+    routing.build(buffer, scratch, routing.Tables(torch.zeros(sizes.words, dtype=torch.int32), sizes), sizes)
+    try:
+        buffer.check()
+    except RuntimeError as error:
+        assert "rank 0 of the expert-parallel group waited 5 s for the expert ids of rank 1" in str(error), error
+        assert "(call 1, the last that came was 0)" in str(error), error
+    else:
+        raise AssertionError("a peer that sends nothing went unnoticed")
+
+
 # Local experts, K, t_max. The interpreter's time grows with EP squared: the larger groups get what is left to see.
 CASES = {
     1: [(1, 1, 40), (3, 2, 300), (16, 8, 137), (33, 4, 64)],
@@ -128,6 +147,8 @@ def main(ep: int, seed: int) -> None:
             compare([torch.full((t_max, K), -1).index_fill(1, torch.tensor([0]), experts - 1)], local_experts, t_max, 1)
     too_many_tokens(ep)
     wrong_ids(ep)
+    if ep == 2:
+        silent_peer(ep)
 
 
 if __name__ == "__main__":

@@ -202,6 +202,8 @@ class FusedBackend:
         for work in self._workspaces.values():
             if wait:
                 torch.cuda.synchronize(work.plan.device)
+            else:
+                work.symm.timeout_seconds = TIMEOUT_SECONDS
             work.symm.check()
 
     def _compile(self, plan: BufferPlan) -> None:
@@ -315,7 +317,7 @@ def _launches(work: Workspace) -> dict[tuple[str, int], Launch]:
         dscores=work.dscores, done=scratch.done, tickets=scratch.tickets, summed=scratch.summed,
         epoch=symm.epoch, error=symm.error, peers=symm.peers,
         sums_offset=symm.regions["sums"].offset, dscores_offset=symm.regions["dscores"].offset,
-        returned_offset=symm.regions["returned"].offset, timeout_ns=TIMEOUT_SECONDS * 10**9,
+        returned_offset=symm.regions["returned"].offset,
         D=plan.dim, F=plan.hidden_dim, experts=sizes.local_experts, rank=symm.rank, t_max=symm.t_max,
         ep_size=sizes.ep_size, top_k=plan.top_k, max_rows=sizes.rows, subs=symm.view("returned").shape[1],
     )  # fmt: skip
@@ -331,7 +333,8 @@ def _launches(work: Workspace) -> dict[tuple[str, int], Launch]:
 def _launch(work: Workspace, name: str, tables: Tables, *, copy: int = 0, **fields: Any) -> None:
     """Runs a kernel on the routing of `tables` and the fields of this call: each call of a kernel sets the same."""
     with phase(name):
-        work.launches[name, copy](**tables.addresses, **fields)
+        timeout_ns = work.symm.timeout_seconds * 10**9
+        work.launches[name, copy](timeout_ns=timeout_ns, **tables.addresses, **fields)
 
 
 BACKEND = FusedBackend()

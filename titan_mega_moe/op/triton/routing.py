@@ -23,13 +23,13 @@ import torch
 import triton
 import triton.language as tl
 
-from titan_mega_moe.op.symm_buffer import TIMEOUT_SECONDS, SymmBuffer, subs_of
+from titan_mega_moe.op.symm_buffer import SymmBuffer, subs_of
 
 BLOCK = 256  # entries of one program
 STEP = 128  # entries of one of its steps
 TILE = 128  # rows; an expert starts at a multiple of it
 MAX_LOCAL_EXPERTS = 128
-_POLLS = TIMEOUT_SECONDS * 1_000_000  # a poll takes about a microsecond
+_POLLS_PER_SECOND = 1_000_000
 
 
 def max_rows(ep_size: int, t_max: int, top_k: int, local_experts: int) -> int:
@@ -183,7 +183,7 @@ def _experts(ids, source, entries, tokens, rank, t_max, K: tl.constexpr, E: tl.c
     return tl.load(ids + source * t_max * K + entries, mask=mask, other=-1) - rank * E
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["polls"])
 def count(
     ids, tokens, routed, epoch, error, counted, rank, t_max, polls,
     EP: tl.constexpr, K: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
@@ -350,8 +350,8 @@ def build(buffer: SymmBuffer, scratch: Scratch, tables: Tables, sizes: Sizes) ->
     ids, scores, tokens = buffer.view("ids"), buffer.view("scores"), buffer.view("tokens")
     _run(
         scratch, count, (blocks, ep),
-        ids, tokens, buffer.view("routed"), buffer.epoch, buffer.error, scratch.starts, rank, t_max, _POLLS,
-        ep, K, e, pad, BLOCK, STEP,
+        ids, tokens, buffer.view("routed"), buffer.epoch, buffer.error, scratch.starts, rank, t_max,
+        _POLLS_PER_SECOND * buffer.timeout_seconds, ep, K, e, pad, BLOCK, STEP,
     )  # fmt: skip
     _run(
         scratch, scan, (e,),
