@@ -19,6 +19,7 @@ def line(step, loss, seconds, norm=1.0, memory=2.0, tps=100.0):
             "time_metrics/end_to_end(s)": seconds,
             "throughput(tps)": tps,
             "memory/max_reserved(GiB)": memory,
+            "memory/max_active(GiB)": memory / 2,
         }
     )
 
@@ -31,7 +32,7 @@ def write(folder, ranks):
 
 
 def run(name, losses, seconds=1.0):
-    return Run(name, [Step(i + 1, loss, 2.0 * loss, seconds, 10.0, 1.0) for i, loss in enumerate(losses)])
+    return Run(name, [Step(i + 1, loss, 2.0 * loss, seconds, 10.0, 1.0, 0.5) for i, loss in enumerate(losses)])
 
 
 def text(table, width=200):
@@ -49,8 +50,8 @@ def test_a_run_has_the_global_loss_and_the_worst_ranks_time_and_memory(tmp_path)
         ],
     )
     assert report.read_run("a", folder).steps == [
-        Step(1, 7.5, 1.0, 4.0, 20.0, 1.5),
-        Step(2, 7.0, 2.5, 0.5, 100.0, 2.0),
+        Step(1, 7.5, 1.0, 4.0, 20.0, 1.5, 0.75),
+        Step(2, 7.0, 2.5, 0.5, 100.0, 2.0, 1.0),
     ]
 
 
@@ -83,7 +84,7 @@ def test_no_records_are_no_steps(tmp_path):
 
 def test_summary_leaves_the_warm_up_out_of_times_only():
     seconds = [9.0, 8.0, 7.0, *[float(i) for i in range(1, 21)]]
-    slow = Run("a", [Step(i + 1, 10.0 - i, 1.0, s, 100 / s, 1 + i / 10) for i, s in enumerate(seconds)])
+    slow = Run("a", [Step(i + 1, 10.0 - i, 1.0, s, 100 / s, 1 + i / 10, 0.5 + i / 20) for i, s in enumerate(seconds)])
     assert report.summary(slow) == {
         "steps": 23,
         "first_loss": 10.0,
@@ -93,6 +94,7 @@ def test_summary_leaves_the_warm_up_out_of_times_only():
         "tokens_per_second": pytest.approx((100 / 10 + 100 / 11) / 2),
         "mfu": 0.0,
         "memory_gib": pytest.approx(3.2),
+        "in_use_gib": pytest.approx(1.6),
         "expert_load": None,
         "rank_load": None,
     }
@@ -156,7 +158,7 @@ def test_the_tensor_whose_gradient_is_furthest_off_is_named_with_its_step():
 def test_speed_is_a_ratio_of_medians_with_an_interval_around_it():
     ours, other = run("mega_moe", [5.0] * 23, 0.5), run("upstream", [5.0] * 23, 1.0)
     assert report.speed(ours, other) == report.Speed(2.0, 2.0, 2.0, 20)
-    uneven = Run("upstream", [Step(i, 5.0, 1.0, 1.0 + i % 5, 1.0, 1.0) for i in range(1, 24)])
+    uneven = Run("upstream", [Step(i, 5.0, 1.0, 1.0 + i % 5, 1.0, 1.0, 0.5) for i in range(1, 24)])
     fast = report.speed(ours, uneven)
     assert fast.ratio == 6.0 and 4.0 <= fast.low < 6.0 < fast.high <= 8.0
     assert report.speed(ours, Run("dead")) is None

@@ -34,7 +34,7 @@ def chromium():
 
 
 def a_run(name, seconds, split):
-    steps = [Step(i, 5 - i / 10, 1.0, seconds, 10.0, 1.0, 0.0, 2.0 + i / 9, 1.1) for i in range(1, 41)]
+    steps = [Step(i, 5 - i / 10, 1.0, seconds, 10.0, 1.0, 0.5, 0.0, 2.0 + i / 9, 1.1) for i in range(1, 41)]
     gradients = {1: {f"layers.{i}.moe.routed_experts.inner_experts.w1_EFD": [1.0, 0.5, -0.5] for i in range(20)}}
     return Run(name, steps, gradients=gradients, time_split=split)
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from titan_mega_moe import config, launch, report, traces, train
+from titan_mega_moe import config, launch, planner, report, traces, train
 from titan_mega_moe.config import ConfigError
 from titan_mega_moe.version import __version__
 
@@ -61,7 +62,10 @@ def main(args: list[str]) -> int:
     settings = _settings(resolved, options.file, given)
     if options.against is None:
         console.print(f"deep_gemm: {settings['deep_gemm']}", highlight=False)
-    runs = [_train(side, options.file, overrides, folder, resolved.training.steps, console) for side in (ours, *others)]
+    with ThreadPoolExecutor(1) as pool:
+        planned = pool.submit(_planned, resolved, options.file, given)
+        runs = [_train(side, options.file, overrides, folder, steps, console) for side in (ours, *others)]
+    settings["mega_moe planned GiB in use"] = planned.result()
     if options.profile:
         for run in runs:
             run.time_split = traces.time_split(folder / run.name)
@@ -265,6 +269,17 @@ def _settings(resolved: Any, file: str, overrides: list[str]) -> dict[str, Any]:
         "titan_mega_moe": __version__,
         **{name: version(name) for name in ("torchtitan", "torch")},
     }
+
+
+def _planned(resolved: Any, file: str, overrides: list[str]) -> str:
+    """What `doctor` says that our side takes, to hold against what it took."""
+    if resolved.device.kind != "cuda":
+        return "- (it plans GPUs)"
+    try:
+        plan = planner.make(file, overrides, train.rank_count(resolved, file))
+    except ConfigError as error:
+        return f"- ({error})"
+    return f"{plan.total / 2**30:.2f}" if plan.unplanned is None else f"- ({plan.unplanned})"
 
 
 def _report(

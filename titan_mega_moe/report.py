@@ -28,7 +28,8 @@ class Step:
     grad_norm: float
     seconds: float
     tokens_per_second: float  # per device, mean over ranks
-    memory_gib: float  # peak; on the CPU the resident set of a whole process
+    memory_gib: float  # peak, taken from the device; on the CPU the resident set of a whole process
+    in_use_gib: float  # peak, what tensors held of that
     mfu: float = 0.0  # percent, mean over ranks; 0 where the device's peak is not known
     expert_load: float | None = None  # the busiest expert's tokens over the mean, of the worst layer
     rank_load: float | None = None  # the same of ranks
@@ -82,6 +83,7 @@ def _step(step: int, ranks: list[dict[str, Any]]) -> Step:
         seconds=max(m["time_metrics/end_to_end(s)"] for m in ranks),
         tokens_per_second=statistics.fmean(m["throughput(tps)"] for m in ranks),
         memory_gib=max(m["memory/max_reserved(GiB)"] for m in ranks),
+        in_use_gib=max(m["memory/max_active(GiB)"] for m in ranks),
         mfu=statistics.fmean(m.get("mfu(%)", 0.0) for m in ranks),
         expert_load=_most(m.get("moe/expert_load(max/mean)") for m in ranks),
         rank_load=_most(m.get("moe/rank_load(max/mean)") for m in ranks),
@@ -169,7 +171,8 @@ def speed(ours: Run, other: Run) -> Speed | None:
 
 def summary(run: Run) -> dict[str, float | None]:
     """First and last loss; median and 95th percentile of the step time (s), tokens/s per device and MFU (%), medians;
-    peak GiB; the most that the busiest expert and rank had over the mean, None where nothing counted."""
+    peak GiB, and of them in use; the most of the busiest expert and rank over the mean, None where nothing counted.
+    """
     seconds = sorted(step.seconds for step in run.timed())
     return {
         "steps": len(run.steps),
@@ -180,6 +183,7 @@ def summary(run: Run) -> dict[str, float | None]:
         "tokens_per_second": statistics.median(step.tokens_per_second for step in run.timed()),
         "mfu": statistics.median(step.mfu for step in run.timed()),
         "memory_gib": max(step.memory_gib for step in run.steps),
+        "in_use_gib": max(step.in_use_gib for step in run.steps),
         "expert_load": _most(step.expert_load for step in run.steps),
         "rank_load": _most(step.rank_load for step in run.steps),
     }
@@ -235,13 +239,14 @@ def _timed(runs: list[Run]) -> str:
 
 
 _SUMMARY_COLUMNS = (
-    "layer", "steps", "loss", "s/step", "p95", "tokens/s", "MFU %", "peak GiB", "busiest expert", "busiest rank",
+    "layer", "steps", "loss", "s/step", "p95", "tokens/s", "MFU %", "peak GiB", "in use",
+    "busiest expert", "busiest rank",
 )  # fmt: skip
 
 
 def _summary_cells(run: Run) -> list[str]:
     if not run.steps:
-        return [run.name, "0", *["-"] * 8]
+        return [run.name, "0", *["-"] * (len(_SUMMARY_COLUMNS) - 2)]
     s = summary(run)
     return [
         run.name,
@@ -252,6 +257,7 @@ def _summary_cells(run: Run) -> list[str]:
         f"{s['tokens_per_second']:,.0f}",
         f"{s['mfu']:.2f}" if s["mfu"] else "-",
         f"{s['memory_gib']:.2f}",
+        f"{s['in_use_gib']:.2f}",
         *("-" if s[name] is None else f"{s[name]:.2f} x mean" for name in ("expert_load", "rank_load")),
     ]
 
@@ -414,7 +420,8 @@ def _template() -> Any:
 def caveats(runs: list[Run]) -> str:
     return (
         f"Here are {_timed(runs)}. Sides ran one after another. Tokens of the busiest expert and rank are over "
-        "the mean, of the worst layer and step. On the CPU memory is the peak resident set of a whole process, Python "
+        "the mean, of the worst layer and step. Peak GiB are what the allocator took from the device, in use is what "
+        "tensors held of them at the most. On the CPU memory is the peak resident set of a whole process, Python "
         "and libraries included, and no MFU is known."
     )
 
