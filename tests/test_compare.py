@@ -163,6 +163,9 @@ def test_a_layer_with_wrong_gradients_ends_with_1_and_its_tensor_is_named(tmp_pa
     assert {name: len(d) for name, d in durations.items()} == dict.fromkeys(("forward", "backward"), 1) | dict.fromkeys(
         ("dispatch", "experts", "combine"), 2
     )
+    layer = sum(splits[0][name] for name in ("dispatch", "experts", "combine"))
+    shares = [m for m in records(out / "mega_moe", 0) if "moe/share_of_step(%)" in m]
+    assert shares == [{"step": 4, "moe/share_of_step(%)": pytest.approx(layer)}]
     for name in ("dispatch", "combine"):
         assert splits[0][name] == pytest.approx(100 * sum(durations[name]) / length, rel=0.05)
 

@@ -2,13 +2,17 @@
 
 import json
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl
 from torch.distributed.tensor import DTensor
 from torchtitan.components.metrics import BaseLogger, LoggerContainer, MetricsProcessor
+
+from titan_mega_moe import traces
 
 FOLDER = "records"
 
@@ -36,7 +40,9 @@ class RecordedMetrics(MetricsProcessor):
     `<dump_folder>/records/rank_N.jsonl`.
 
     Of each step that is logged, over all layers and of each: tokens of the busiest expert over the mean; and of
-    the rank with the most, if each rank of an expert-parallel group has the next E / EP experts.
+    the rank with the most, if each rank of an expert-parallel group has the next E / EP experts, also how many (a token
+    counts once for each of its experts; a mean over the groups), beside those of a rank on average. Of a step that
+    TorchTitan's profiler recorded, what percent of its time dispatch, experts and combine took.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -89,8 +95,13 @@ class RecordedMetrics(MetricsProcessor):
             torch.save(torch.stack(everyone).long(), self._routing_file)
 
     def _count(self) -> None:
-        moes = [block.moe for block in _moe_blocks(self.model_parts).values()]
+        blocks = _moe_blocks(self.model_parts).values()
+        moes = [block.moe for block in blocks]
         totals_LE = torch.stack([_local(moe.tokens_per_expert_E) for moe in moes])
+        # TorchTitan counts once more when it runs a checkpointed block again.
+        times = [2 if getattr(block, "checkpoint_impl", None) is CheckpointImpl.NO_REENTRANT else 1 for block in blocks]
+        if max(times) > 1:
+            totals_LE = totals_LE / totals_LE.new_tensor(times).unsqueeze(1)
         self._counts_LE = totals_LE if self._seen_LE is None else totals_LE - self._seen_LE
         if moes[0].load_balance_coeff is None:
             self._seen_LE = totals_LE  # nobody zeroes them
@@ -110,19 +121,36 @@ class RecordedMetrics(MetricsProcessor):
         if step <= self._gradient_steps and self.model_parts is not None:
             self._record.log({"gradients": gradients(self.model_parts)}, step)
 
+    def log_share(self, trace: str) -> None:
+        """Of the trace that TorchTitan's profiler wrote to `trace`, .../iteration_N/rank0_trace.json.gz."""
+        split = traces.time_split(Path(trace))
+        step = re.search(r"iteration_(\d+)", trace)
+        if split is not None and step is not None and _moe_blocks(self.model_parts):
+            share = sum(split.get(name, 0.0) for name in ("dispatch", "experts", "combine"))
+            self.logger.log({"moe/share_of_step(%)": share}, int(step[1]))
+
     def _load(self) -> dict[str, float]:
         """The metrics of the last optimizer step. A collective over the ranks that share the loss."""
         assert self._counts_LE is not None
         counts_LE = self._counts_LE.clone()
-        mesh = self.parallel_dims.get_optional_mesh("loss")
-        if mesh is not None:
-            torch.distributed.all_reduce(counts_LE, group=mesh.get_group())
+        ranks = 1
+        # With EP each rank of a tensor-parallel group routes its part of the sequence.
+        for name in ("loss", "tp") if self.parallel_dims.ep_enabled else ("loss",):
+            mesh = self.parallel_dims.get_optional_mesh(name)
+            if mesh is not None:
+                torch.distributed.all_reduce(counts_LE, group=mesh.get_group())
+                ranks *= mesh.size()
         ranks_LP = counts_LE.unflatten(1, (self.parallel_dims.ep, -1)).sum(2)
-        by_layer, by_rank = (_over_mean(t).tolist() for t in (counts_LE, ranks_LP))
+        tokens_LP = ranks_LP * (self.parallel_dims.ep / ranks)
+        # One tensor, as each that the host reads is waited for.
+        of_layers = [_over_mean(counts_LE), _over_mean(ranks_LP), tokens_LP.max(1).values, tokens_LP.mean(1)]
+        by_layer, by_rank, most, mean = torch.stack(of_layers).tolist()
         layers = _moe_blocks(self.model_parts)
         return {
             "moe/expert_load(max/mean)": max(by_layer),
             "moe/rank_load(max/mean)": max(by_rank),
+            "moe/rank_tokens(max)": max(most),
+            "moe/rank_tokens(mean)": sum(mean) / len(mean),
             **{f"moe/layer_{name}/expert_load(max/mean)": x for name, x in zip(layers, by_layer, strict=True)},
         }
 

@@ -25,13 +25,13 @@ _GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
 _PHASE = re.compile(r"^mega_moe::(?!forward|backward)")  # op/ranges.py: what runs inside is that, whatever its name
 
 
-def time_split(folder: Path) -> dict[str, float] | None:
+def time_split(where: Path) -> dict[str, float] | None:
     """Percent of the profiled steps' time by category, `other` and `idle`; None where there is no trace.
 
-    folder: a run's, with rank 0's trace in it. Of a GPU its kernels count, else the CPU's operators, without what they
-    call. Where several run at once the time they cover is shared out by their lengths.
+    where: a trace, or a run's folder with rank 0's in it. Of a GPU its kernels count, else the CPU's operators, without
+    what they call. Where several run at once the time they cover is shared out by their lengths.
     """
-    found = sorted(folder.glob("**/rank0_trace.json*"), key=lambda file: file.stat().st_mtime)
+    found = [where] if where.is_file() else sorted(where.glob("**/rank0_trace.json*"), key=lambda f: f.stat().st_mtime)
     if not found:
         return None
     with (gzip.open if found[-1].suffix == ".gz" else open)(found[-1], "rt") as file:
