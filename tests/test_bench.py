@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,11 +18,12 @@ import torch.distributed as dist
 
 from tests import ranks
 from titan_mega_moe import bench, cli, launch
-from titan_mega_moe.bench import layers, measure, report, routing, suite
+from titan_mega_moe.bench import breakdown, layers, measure, report, routing, suite
 from titan_mega_moe.bench.layers import TENSORS, Shape, make_inputs
 from titan_mega_moe.bench.routing import Place, Routing
 from titan_mega_moe.config import ConfigError
 from titan_mega_moe.op import fastest, reference
+from titan_mega_moe.op.triton.cuda import KERNELS
 
 SMALL = Shape(T=24, D=64, F=72, E=8, K=3)
 QUICK = measure.Protocol(warmups=1, timed=2, bursts=3, sustained=2, pause_s=0.0)
@@ -377,11 +379,57 @@ def command(*args: str) -> subprocess.CompletedProcess:
     return subprocess.run(words, capture_output=True, text=True, timeout=240, env=clean)
 
 
+def test_a_gpus_kernels_are_told_apart_and_do_what_the_layer_does():
+    def event(name: str, start: float, end: float, kind=torch.autograd.DeviceType.CUDA, note=False):
+        span = SimpleNamespace(start=start, end=end)
+        return SimpleNamespace(name=name, time_range=span, device_type=kind, is_user_annotation=note)
+
+    step = [("publish", 0, 5), ("Memcpy PtoP (Device -> Device)", 5, 40), ("gate_up", 10, 60), ("down", 60, 90)]
+    events = [event(name, start + at, end + at) for at in (0, 1000) for name, start, end in step]
+    events += [event("aten::mm", 0, 999, torch.autograd.DeviceType.CPU), event("mega_moe::forward", 0, 99, note=True)]
+    spans = breakdown._kernels([*events, event("vectorized_elementwise_kernel", 95, 97)])
+    assert list(spans) == ["publish", "copies", "gate_up", "down", "other kernels"]
+    assert breakdown._of_a_step(spans["gate_up"], 2) == {"ms": pytest.approx(0.05), "launches": 1}
+    assert breakdown._of_a_step(spans["other kernels"], 2) == {"ms": pytest.approx(0.001), "launches": 0.5}
+    assert breakdown._covered([s for of_name in spans.values() for s in of_name]) == pytest.approx(2 * 0.09 + 0.002)
+
+    one = measure.Ranks(torch.device("cpu"), None)
+    inputs = make_inputs(SMALL, Routing("holes"), None, one.device, 0)
+    useful = measure.work(inputs, one)["forward_backward"]["flops"]
+    for keep, again in (("activations", 0), ("inputs", 4 / 18)):
+        work = breakdown._work(inputs, one, keep)
+        assert sum(work[name]["flops"] for name in KERNELS) == pytest.approx(useful * (1 + again))
+        assert all(part["bytes"] > 0 for name, part in work.items() if name in KERNELS)
+        assert not any(part["link_bytes"] for part in work.values())
+
+
+def accounts_for_the_time(case: dict, page: str) -> None:
+    """The breakdown of the reference's layer: its phases are nearly all of it, and their rates follow from the rows."""
+    assert "breakdown" not in case["layers"]["alltoall"]
+    found, total = case["layers"]["reference"]["breakdown"], case["layers"]["reference"]["forward_backward"]["burst_ms"]
+    parts = found["parts"]
+    phases = ("dispatch", "experts", "combine")
+    assert list(parts) == [f"{side} {name}" for side in ("forward", "backward") for name in phases]
+    assert all(part["launches"] == 1 and part["ms"] > 0 for part in parts.values())
+    assert found["total_ms"] == total and 0 <= found["gap_ms"] < found["profiled_ms"] / 2
+    assert found["profiled_ms"] == pytest.approx(found["busy_ms"] + found["gap_ms"])
+    # One step here: the slowest of both ranks in each phase.
+    assert 0 < found["busy_ms"] <= found["sum_ms"] * 1.01
+    rows, experts = 24 * 2, parts["forward experts"]
+    if case["routing"].startswith("skewed"):  # rank 0's experts get three times the other's
+        assert experts["flops"] == 6 * (2 * rows * 3 / 4) * 64 * 64
+    assert parts["backward experts"]["flops"] == 2 * experts["flops"] >= 12 * rows * 64 * 64
+    assert experts["tflops"] == pytest.approx(experts["flops"] / experts["ms"] / 1e9)
+    assert re.search(rf"^\| forward experts \| 1 \| {experts['ms']:.3f} ", page, re.MULTILINE)
+    assert re.search(rf"^\| step, in the profiler \| - \| {found['profiled_ms']:.3f} \| 100.0 ", page, re.MULTILINE)
+    assert re.search(rf"^\| step, without it \| - \| {total:.3f} ", page, re.MULTILINE)
+
+
 def test_the_command_prints_tables_and_one_json_line_and_saves(tmp_path):
     quick = ["--bursts", "1", "--sustained", "2", "--warmups", "1", "--timed", "1"]
     first, second = tmp_path / "new" / "a.json", tmp_path / "b.json"
     args = ["--shapes", "24x64x64", "--experts", "8", "--top-k", "2", "--device", "cpu", *quick]
-    args += ["--checks", "2", "--repeat-bits", "2", "--routing", "random,skewed:3"]
+    args += ["--breakdown", "--checks", "2", "--repeat-bits", "2", "--routing", "random,skewed:3"]
     done = command(*args, "--save", str(first))
     assert done.returncode == 0, done.stderr
     *_, last = done.stdout.splitlines()
@@ -396,6 +444,7 @@ def test_the_command_prints_tables_and_one_json_line_and_saves(tmp_path):
             cell = f"{layer['forward']['burst_ms']:.2f}"
             assert re.search(rf"^\| {name} \| {cell} ", page, re.MULTILINE), (name, cell)
             assert re.search(rf"{name} .*{cell}", done.stdout)
+        accounts_for_the_time(case, page)
 
     again = command(*args[:-1], "random", "--baseline", str(first), "--save", str(second))
     assert again.returncode == 0, again.stderr
@@ -425,6 +474,7 @@ def test_a_file_that_cannot_be_read_ends_the_command(tmp_path):
         ("--routing file:/nowhere.pt", "/nowhere.pt: no such file"),
         ("--experts 7", "--experts 7 does not divide over 2 ranks"),
         ("--top-k 200", "--top-k 200 is more than the 128 of --experts"),
+        ("--checks 2 --breakdown", "--breakdown is of shapes that are timed"),
         ("--layers zap", "--layers zap: not a layer; known: triton"),
         ("--layers reference:all", "--layers reference:all: not a layer"),
         ("--checks 0", "0 is not 1 or more"),
@@ -478,9 +528,57 @@ def test_routing_recorded_in_training_is_replayed(tmp_path):
     assert ids.shape == (2, 32, 8) and ids.dtype == torch.int64 and not torch.equal(ids[0], ids[1])
     lines = (tmp_path / "records" / "rank_0.jsonl").read_text().splitlines()
     counts = torch.bincount(ids.flatten(), minlength=64)
-    load = json.loads(lines[0])["moe/layer_0/expert_load(max/mean)"]
+    logged = json.loads(lines[0])
+    load = logged["moe/layer_0/expert_load(max/mean)"]
     assert load == pytest.approx(float(counts.max() / counts.float().mean()))
+    # Each rank's experts get the tokens of both.
+    assert logged["moe/rank_tokens(max)"] == int(counts.view(2, 32).sum(1).max())
+    assert logged["moe/rank_tokens(mean)"] == 2 * 32 * 8 / 2
     again = ["--experts", "64", "--shapes", "32x64x64", "--routing", f"file:{tmp_path / 'routing_step_1.pt'}"]
     quick = ["--layers", "reference", "--bursts", "1", "--timed", "1", "--warmups", "1", "--sustained", "1"]
     done = subprocess.run([*command, "bench", *again, *quick], capture_output=True, text=True, timeout=120, cwd=root)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+MESHES = {  # degrees of two ranks -> whether both count the same tokens
+    "ep": ({"dp_shard": 2, "ep": 2}, False),
+    "tp and ep": ({"tp": 2, "ep": 2}, False),
+    "dp": ({"dp_shard": 2}, False),
+    "tp": ({"tp": 2}, True),
+}
+
+
+def loads(recomputed: bool) -> dict[str, dict[str, float]]:
+    """What RecordedMetrics says on each mesh of two ranks of one layer, whose counts are made up."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl
+    from torchtitan.distributed import ParallelDims
+
+    from titan_mega_moe.metrics import RecordedMetrics
+
+    found = {}
+    for name, (degrees, same) in MESHES.items():
+        ones = dict.fromkeys(("dp_replicate", "cp", "tp", "pp", "ep"), 1)
+        dims = ParallelDims(**(ones | {"dp_shard": 1} | degrees), world_size=2)
+        dims.build_mesh()
+        counts = torch.tensor([8.0, 0.0, 2.0, 2.0]) * (1 if same else 1 + dist.get_rank())
+        block = torch.nn.Module()
+        block.moe_enabled, block.moe = True, SimpleNamespace(tokens_per_expert_E=counts, load_balance_coeff=1e-3)
+        if recomputed:
+            block.checkpoint_impl, block.moe.tokens_per_expert_E = CheckpointImpl.NO_REENTRANT, 2 * counts
+        metrics = object.__new__(RecordedMetrics)
+        part = torch.nn.Module()
+        part.layers = torch.nn.ModuleDict({"0": block})
+        vars(metrics).update(model_parts=[part], parallel_dims=dims, _seen_LE=None, _counts_LE=None)
+        metrics._count()
+        found[name] = metrics._load()
+    return found
+
+
+@pytest.mark.parametrize("recomputed", [False, True], ids=["once", "recomputed"])
+def test_a_ranks_tokens_are_those_that_its_experts_get_on_any_mesh(recomputed):
+    first, second = ranks.run(2, loads, recomputed)
+    assert first == second
+    # (8 + 0) of 12 go to the first half of the experts; both ranks together count three times 12.
+    expected = {"ep": (24, 18), "tp and ep": (24, 18), "dp": (18, 18), "tp": (12, 12)}
+    assert {name: (m["moe/rank_tokens(max)"], m["moe/rank_tokens(mean)"]) for name, m in first.items()} == expected
+    assert [m["moe/expert_load(max/mean)"] for m in first.values()] == pytest.approx([8 / 3] * len(MESHES))

@@ -2,8 +2,9 @@
 
 It starts one rank per GPU (two on a CPU) unless torchrun has; EP is the number of ranks.
 
-    routing.py  which experts tokens go to        layers.py  the layers that are compared
-    measure.py  times, memory, errors, ceilings   suite.py   what is run   report.py  what is said
+    routing.py  which experts tokens go to        layers.py     the layers that are compared
+    measure.py  times, memory, errors, ceilings   breakdown.py  where a layer's time goes
+    suite.py    what is run                       report.py     what is said
 """
 
 import argparse
@@ -122,6 +123,7 @@ def _parser() -> argparse.ArgumentParser:
         "--repeat-bits", type=_at_least(1), default=0, metavar="N",
         help="run one input N times and compare bits; without --shapes or FILE nothing is timed",
     )  # fmt: skip
+    add("--breakdown", action="store_true", help="also what each kernel (on a CPU: phase) of our layers takes and does")
     add("--seed", type=_at_least(0), default=0, help="of all inputs (0)")
     add("--save", type=Path, metavar="FILE.json", help="write the results there, and FILE.md beside it")
     add("--baseline", type=Path, metavar="FILE.json", help="saved results to compare with")
@@ -184,7 +186,11 @@ def _plan(options: argparse.Namespace, overrides: list[str], kind: str, ranks: i
             known = ", ".join([*backends.NAMES[1:], *DISPATCHERS])
             raise ConfigError(f"--layers {name}: not a layer; known: {known}")
     protocol = Protocol(options.warmups, options.timed, options.bursts, options.sustained)
-    return suite.Plan(shapes, routings, layers, options.checks, options.repeat_bits, options.seed, protocol)
+    if options.breakdown and not shapes:
+        raise ConfigError("--breakdown is of shapes that are timed: give --shapes or FILE")
+    return suite.Plan(
+        shapes, routings, layers, options.checks, options.repeat_bits, options.seed, protocol, options.breakdown
+    )
 
 
 def _check_shared(plan: suite.Plan, kind: str) -> None:

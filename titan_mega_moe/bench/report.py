@@ -23,6 +23,7 @@ HEAD = (
     "layer", "fwd ms", "sust.", "TFLOP/s", "% cuBLAS", "x a2a", "x min",
     "f+b ms", "sust.", "TFLOP/s", "% cuBLAS", "x a2a", "x min", "link GB/s", "peak GiB",
 )  # fmt: skip
+PARTS = ("part", "runs", "ms", "% of step", "TFLOP/s", "% cuBLAS", "MB", "GB/s", "% copy", "link MB", "link GB/s")
 CAVEATS = (
     "A burst is {warmups} calls to warm up and {timed} timed in a row; the figure is the median of "
     "{bursts} bursts, each the slowest rank's. Sustained is the mean of {sustained} calls in a row.",
@@ -38,6 +39,9 @@ CAVEATS = (
     "buffers are used again in the backward, see its errors.",
     "Peak memory holds inputs, weights, gradients, what is kept between the passes and the layer's "
     "buffers; communicators' own memory is left out.",
+    "Where the time goes: torch's profiler over one burst; it slows a CPU's operators, not a GPU's kernels. Bytes are "
+    "each operand and result once, link bytes of the rank with the most. "
+    "Sums to peers leave during down, gate_up_backward and the kernels after them, copies beside all else.",
     "Errors are relative Frobenius norms against the reference in float64 on the same bf16 inputs, over "
     "all ranks. A limit is upstream's own error or one rounding to bf16, with 8/sqrt(n) for n elements.",
 )
@@ -56,7 +60,26 @@ def derive(result: dict[str, Any]) -> dict[str, Any]:
                     for rival in RIVALS
                     if rival in case["layers"]
                 }
+            if "breakdown" in layer:
+                _account(layer["breakdown"], layer["forward_backward"]["burst_ms"], product, ceilings)
     return result
+
+
+def _account(found: dict[str, Any], total_ms: float, product: dict[str, float], ceilings: dict[str, Any]) -> None:
+    """Adds rates and shares to every part, their sum, and the time in which nothing ran."""
+    for part in found["parts"].values():
+        if "flops" in part:
+            part["tflops"] = part["flops"] / part["ms"] / 1e9
+            part["share_of_product"] = part["tflops"] / product["tflops"]
+        if "bytes" in part:
+            part["gb_s"] = part["bytes"] / part["ms"] / 1e6
+            part["share_of_memory"] = part["gb_s"] / ceilings["device_copy_gb_s"]
+        if "link_bytes" in part:
+            part["link_gb_s"] = part["link_bytes"] / part["ms"] / 1e6
+    if (sending := found["sending"]) is not None:
+        sending["link_gb_s"] = sending["link_bytes"] / sending["alone_ms"] / 1e6
+    found["sum_ms"] = sum(part["ms"] for part in found["parts"].values())
+    found["gap_ms"], found["total_ms"] = found["profiled_ms"] - found["busy_ms"], total_ms
 
 
 def _rates(times: dict[str, Any], work: dict[str, float], product: dict[str, float], ceilings: dict[str, Any]) -> None:
@@ -128,6 +151,28 @@ def _rows(case: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
+def _part_rows(found: dict[str, Any]) -> list[list[str]]:
+    """A line a part; then their sum, which counts what overlaps twice, and how the step divides."""
+
+    def line(name: str, ms: float, part: dict[str, float], runs: str = "-") -> list[str]:
+        scaled = (("tflops", 1), ("share_of_product", 100), ("bytes", 1e-6), ("gb_s", 1), ("share_of_memory", 100))
+        cells = [_digits(part[key] * by) if key in part else "-" for key, by in scaled]
+        link = [_digits(part[key] * by) if key in part else "-" for key, by in (("link_bytes", 1e-6), ("link_gb_s", 1))]
+        return [name, runs, f"{ms:.3f}", f"{100 * ms / found['profiled_ms']:.1f}", *cells, *link]
+
+    rows = [line(name, part["ms"], part, f"{part['launches']:.3g}") for name, part in found["parts"].items()]
+    if found["sending"] is not None:
+        rows.append(line("sending tokens once, alone", found["sending"]["alone_ms"], found["sending"]))
+    wholes = {
+        "sum of parts": "sum_ms",
+        "any part runs": "busy_ms",
+        "none runs": "gap_ms",
+        "step, in the profiler": "profiled_ms",
+        "step, without it": "total_ms",
+    }
+    return rows + [line(name, found[key], {}) for name, key in wholes.items()]
+
+
 def _digits(value: float) -> str:
     return f"{value:.0f}" if value >= 10 else f"{value:.3g}"
 
@@ -165,6 +210,9 @@ def sections(result: dict[str, Any]) -> list[tuple[str, tuple[str, ...], list[li
         tables.append((title, HEAD, _rows(case)))
         tensors = next(iter(case["layers"].values()))["errors"] if case["layers"] else {}
         tables.append((f"{title}: error against float64", ("layer", *tensors), _error_rows(case)))
+        for name, layer in case["layers"].items():
+            if "breakdown" in layer:
+                tables.append((f"{title}: where the time of {name} goes", PARTS, _part_rows(layer["breakdown"])))
         if case["refused"]:
             tables.append((f"{title}: not run", ("layer", "why"), [list(r) for r in case["refused"].items()]))
     if result.get("chosen"):

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
-from titan_mega_moe.bench import measure
+from titan_mega_moe.bench import breakdown, measure
 from titan_mega_moe.bench.layers import (
     DISPATCHERS,
     Inputs,
     Layer,
+    OpLayer,
     Shape,
     UpstreamLayer,
     exact,
@@ -34,6 +35,7 @@ class Plan:
     repeat_bits: int = 0
     seed: int = 0
     protocol: Protocol = field(default_factory=Protocol)
+    breakdown: bool = False
 
 
 def run(plan: Plan, ranks: Ranks) -> dict[str, Any]:
@@ -96,6 +98,8 @@ def _cases(shape: Shape, plan: Plan, ranks: Ranks) -> list[dict[str, Any]]:
             bound = one.bind(make())
             result["forward"] = measure.times(bound.forward, ranks, plan.protocol)
             result["forward_backward"] = measure.times(bound.step, ranks, plan.protocol)
+            if plan.breakdown and isinstance(one, OpLayer):
+                result["breakdown"] = breakdown.measure(one, bound, make(), ranks, plan.protocol)
             case["layers"][one.name] = result
         case["refused"] = refused | {
             one.name: str(reason) for one, _ in able if (reason := one.refusal(shape, routing, ranks.group)) is not None
