@@ -552,6 +552,23 @@ CPU = "[device]\nkind = 'cpu'\n" + NO_GRAPHS
             2,
             "parallelism: does not fit 2 ranks: data_parallel_replicate * ",
         ),
+        # What TorchTitan itself cannot do, in its words, before a rank starts.
+        (
+            "[parallelism]\ntensor_parallel_degree = 32",
+            32,
+            "parallelism: tensor_parallel_degree (32) must divide n_heads (16)",
+        ),
+        (
+            "[parallelism]\npipeline_parallel_degree = 16\n" + NO_GRAPHS + "local_batch_size = 16",
+            16,
+            "[parallelism] pipeline_parallel_degree: Number of stages (16) cannot be greater than",
+        ),
+        (
+            "[parallelism]\npipeline_parallel_degree = 2\npipeline_parallel_schedule = 'InterleavedZeroBubble'\n"
+            "pipeline_parallel_layers_per_stage = 5\n" + NO_GRAPHS,
+            2,
+            "[parallelism] pipeline_parallel_degree: Multi-stage schedule requires at least 2 stages per rank",
+        ),
         (
             "[mega_moe]\nmax_tokens = 8",
             2,

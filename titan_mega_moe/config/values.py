@@ -5,6 +5,7 @@ started, or ignore.
 sentence.
 """
 
+import copy
 import math
 import os
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.components.loss import ChunkedLossWrapper
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.config.override import _resolve_active, _resolve_target
-from torchtitan.distributed import ParallelDims
+from torchtitan.distributed import ParallelDims, pipeline_parallel
 from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataLoader
 from torchtitan.models.common import config_utils
 from torchtitan.models.common.moe import GroupedExperts
@@ -136,6 +137,7 @@ def check_world(config: RunConfig, world_size: int) -> None:
             text = f"{dims.ep} does not divide the model's {experts.num_experts} experts"
             raise KeyProblem(("parallelism", "expert_parallel_degree"), text)
     _check_layer(config, dims)
+    _check_model(config, dims)
     _check_overrides(config)
     checkpoint = config.checkpoint
     if checkpoint.create_seed_checkpoint and world_size > 1:
@@ -167,6 +169,25 @@ def _check_layer(config: RunConfig, dims: ParallelDims) -> None:
     if layer.max_tokens is not None and layer.max_tokens < tokens:
         text = f"{layer.max_tokens} is less than the {tokens} tokens a rank routes in one forward"
         raise KeyProblem(("mega_moe", "max_tokens"), f"{text}: raise it or leave it out")
+
+
+def _check_model(config: RunConfig, dims: ParallelDims) -> None:
+    """What TorchTitan would refuse when every rank builds the model and cuts it into pipeline stages."""
+    p = config.parallelism
+    assert config.model_spec is not None
+    model: Any = copy.deepcopy(config.model_spec.model)
+    try:
+        model.update_from_config(config=config)
+    except (ValueError, NotImplementedError) as error:
+        raise KeyProblem(("parallelism",), schema.sentence(error)) from None
+    if not dims.pp_enabled:
+        return
+    try:
+        stages, *layers = pipeline_parallel._get_pipeline_metadata(dims, p, model)
+        if p.module_fqns_per_model_part is None:
+            pipeline_parallel._generate_llm_fqn_per_model_part(stages, *layers)
+    except ValueError as error:
+        raise KeyProblem(("parallelism", "pipeline_parallel_degree"), schema.sentence(error)) from None
 
 
 def _check_overrides(config: RunConfig) -> None:
