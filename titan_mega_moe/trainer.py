@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.distributed_c10d import _get_default_store
+from torchtitan.tools import filesystem
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
@@ -86,7 +87,10 @@ def _how_to_go_on(folder: str, rank: int, reason: BaseException) -> str:
         usage = shutil.disk_usage(folder)
         room = f" ({usage.free / 2**30:.1f} of {usage.total / 2**30:.1f} GiB are free there)"
     last = resume.latest(folder)
-    begun = "begins anew" if last == -1 else f"goes on from step {last}, the last that is whole"
+    if filesystem.is_remote(folder):
+        begun = "goes on from the last that is whole"
+    else:
+        begun = "begins anew" if last == -1 else f"goes on from step {last}, the last that is whole"
     return (
         f"checkpoint: rank {rank} could not write to {folder!r}: {why}; make room there{room}, look at the quota, "
         f"and the same command {begun}"
