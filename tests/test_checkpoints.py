@@ -5,6 +5,8 @@ import os
 import resource
 import shutil
 import signal
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -212,28 +214,46 @@ def test_a_step_whose_kernels_gave_up_is_not_saved(tmp_path):
     ranks.run(2, in_a_pipeline, str(tmp_path / "pipeline"), timeout=120)
 
 
-def killed(folder: str, mode: str) -> None:
-    """This process ends in the middle of a file of its first save."""
+MODES = ("disabled", "async")  # of a save, each in a folder of that name
+
+
+def alone(body: Callable[..., Any], folder: str) -> Any:
+    """Each rank for itself: a training of one rank with a mode of its own."""
+    mode = MODES[torch.distributed.get_rank()]
+    torch.distributed.destroy_process_group()
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/{mode}/{body.__name__}", rank=0, world_size=1
+    )
+    return body(ep(1), f"{folder}/{mode}", interval=1, async_mode=mode)
+
+
+def killed(run: Run, folder: str, **checkpoint: Any) -> None:
+    """This process ends in the middle of a file of its first save, once the other's is there too."""
     write, calls = filesystem._write_item, itertools.count()
 
     def last(transforms: Any, stream: Any, *rest: Any) -> Any:
         if next(calls) == 20:
             stream.write(b"half")
             stream.flush()
+            Path(folder, "cut").touch()
+            while not all(Path(folder).with_name(mode).joinpath("cut").exists() for mode in MODES):
+                time.sleep(0.05)
             os.kill(os.getpid(), signal.SIGKILL)
         return write(transforms, stream, *rest)
 
     filesystem._write_item = last
-    losses(ep(1), folder, interval=1, async_mode=mode)
+    losses(run, folder, **checkpoint)
 
 
-@pytest.mark.parametrize("mode", ["disabled", "async"])
-def test_killed_in_a_save_it_goes_on_from_the_last_whole_checkpoint(saved, mode, tmp_path):
-    folder = copy_of_step_2(saved[0], tmp_path)
+def test_killed_in_a_save_it_goes_on_from_the_last_whole_checkpoint(saved, tmp_path):
+    for mode in MODES:
+        copy_of_step_2(saved[0], tmp_path / mode)
     with pytest.raises(AssertionError, match="the process died"):
-        ranks.run(1, killed, folder, mode, timeout=120)
-    cut = tmp_path / "checkpoint" / "step-3"
-    assert any(cut.iterdir()) and not (cut / ".metadata").exists()
-    after = ranks.run(1, losses, ep(1), folder, interval=1, timeout=120)[0]
-    assert after == pytest.approx(saved[1][2:], rel=1e-5)
-    assert (cut / ".metadata").exists() and resume.latest(folder + "/checkpoint") == 4
+        ranks.run(2, alone, killed, str(tmp_path), timeout=120)
+    cut = [tmp_path / mode / "checkpoint" / "step-3" for mode in MODES]
+    assert all(any(step.iterdir()) and not (step / ".metadata").exists() for step in cut)
+    for after in ranks.run(2, alone, losses, str(tmp_path), timeout=120):
+        assert after == pytest.approx(saved[1][2:], rel=1e-5)
+    for step in cut:
+        assert (step / ".metadata").exists() and resume.latest(str(step.parent)) == 4
