@@ -130,8 +130,10 @@ def test_the_files_of_the_report_hold_what_the_training_processes_recorded(shipp
 
 
 @pytest.mark.timeout(600)
-def test_a_layer_with_wrong_gradients_ends_with_1_and_its_tensor_is_named(tmp_path):
-    """Ranks that import the file below get a reference backend whose gradient of w2 is 1.5 times too large."""
+def test_wrong_gradients_and_a_side_that_dies_end_with_1_and_are_named(tmp_path):
+    """Ranks that import the file below get a reference backend whose gradient of w2 is 1.5 times too large, and those
+    of upstream's side an error in the third step; what they did before is kept.
+    """
     (tmp_path / "sitecustomize.py").write_text(
         "import sys\n"
         "if 'train' in sys.argv or any('ranks' in a for a in sys.argv) or '-m' in sys.orig_argv:\n"
@@ -141,40 +143,6 @@ def test_a_layer_with_wrong_gradients_ends_with_1_and_its_tensor_is_named(tmp_pa
         "        dx, dscores, dw1, dw2, dw3 = backward(self, *args)\n"
         "        return dx, dscores, dw1, 1.5 * dw2, dw3\n"
         "    reference.BACKEND.__class__.backward = wrong\n"
-    )
-    env = {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
-    env["COLUMNS"] = "60"
-    out, tolerance = tmp_path / "out", ("--tolerance", "1e-15")
-    done = compare(CONFIG, "--steps", 4, "--profile", *tolerance, "--out", out, *SMALL, env=env)
-    assert done.returncode == 1, done.stdout + done.stderr
-    # Numbers, sentences and paths are in one piece however narrow the terminal is.
-    assert "…" not in done.stdout and rows(done.stdout)[-1][1] == f"{losses(out / 'mega_moe')[-1]:.5f}"
-    assert f"report: {out / 'report.html'}, {out / 'report.md'}, {out / 'report.json'};" in done.stdout
-    assert "losses differ from upstream's by" in done.stdout and "more than the tolerance of 1.0e-15" in done.stdout
-    said = re.search(r"the gradient of (\S+) differs from upstream's by a relative (\S+) at step (\d)", done.stdout)
-    # Half of the norm, or of a sum if that is larger.
-    assert said and said[1].endswith("w2_EDF") and float(said[2]) >= 0.48 and said[3] == "1"
-    splits = [run["time_split"] for run in json.loads((out / "report.json").read_text())["runs"]]
-    assert all(sum(s.values()) == pytest.approx(100) and s["experts"] > 0 and s["optimizer"] > 0 for s in splits)
-    assert "percent of the profiled step" in done.stdout and (out / "time_split.png").is_file()
-    # Of our layer the phases are those that it named while it trained, forward and backward.
-    (trace,) = (out / "mega_moe").glob("**/rank0_trace.json*")
-    durations, length = ranges_of(trace)
-    assert {name: len(d) for name, d in durations.items()} == dict.fromkeys(("forward", "backward"), 1) | dict.fromkeys(
-        ("dispatch", "experts", "combine"), 2
-    )
-    layer = sum(splits[0][name] for name in ("dispatch", "experts", "combine"))
-    shares = [m for m in records(out / "mega_moe", 0) if "moe/share_of_step(%)" in m]
-    assert shares == [{"step": 4, "moe/share_of_step(%)": pytest.approx(layer)}]
-    for name in ("dispatch", "combine"):
-        assert splits[0][name] == pytest.approx(100 * sum(durations[name]) / length, rel=0.05)
-
-
-@pytest.mark.timeout(600)
-def test_a_side_that_dies_is_reported_and_the_others_results_are_kept(tmp_path):
-    """Ranks that import the file below end the third step of upstream's side with an error."""
-    (tmp_path / "sitecustomize.py").write_text(
-        "import sys\n"
         "if 'upstream' in ' '.join(sys.argv):\n"
         "    from titan_mega_moe import device; device.prepare('cpu')\n"
         "    from torchtitan.trainer import Trainer\n"
@@ -185,11 +153,34 @@ def test_a_side_that_dies_is_reported_and_the_others_results_are_kept(tmp_path):
         "    Trainer.train_step = fail\n"
     )
     env = {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
-    done = compare(CONFIG, "--steps", 3, "--out", tmp_path / "out", *SMALL, env=env)
+    env["COLUMNS"] = "60"
+    out, settings = tmp_path / "out", ("--tolerance", "1e-15", "--profiler.profiler_warmup", 1)
+    done = compare(CONFIG, "--steps", 3, "--profile", *settings, "--out", out, *SMALL, env=env)
     assert done.returncode == 1, done.stdout + done.stderr
+    # Numbers, sentences and paths are in one piece however narrow the terminal is.
+    assert "…" not in done.stdout and rows(done.stdout)[0][1] == f"{losses(out / 'mega_moe')[0]:.5f}"
+    assert f"report: {out / 'report.html'}, {out / 'report.md'}, {out / 'report.json'};" in done.stdout
+    assert "losses differ from upstream's by" in done.stdout and "more than the tolerance of 1.0e-15" in done.stdout
+    said = re.search(r"the gradient of (\S+) differs from upstream's by a relative (\S+) at step (\d)", done.stdout)
+    # Half of the norm, or of a sum if that is larger.
+    assert said and said[1].endswith("w2_EDF") and float(said[2]) >= 0.48 and said[3] == "1"
     assert "upstream did not finish:" in done.stdout and "lost a wheel" in done.stdout
-    runs = json.loads((tmp_path / "out" / "report.json").read_text())["runs"]
+    runs = json.loads((out / "report.json").read_text())["runs"]
     assert [len(run["steps"]) for run in runs] == [3, 1]
+    split, none = (run["time_split"] for run in runs)
+    assert none is None and sum(split.values()) == pytest.approx(100) and split["optimizer"] > 0
+    assert "percent of the profiled step" in done.stdout and (out / "time_split.png").is_file()
+    # Of our layer the phases are those that it named while it trained, forward and backward.
+    (trace,) = (out / "mega_moe").glob("**/rank0_trace.json*")
+    durations, length = ranges_of(trace)
+    assert {name: len(d) for name, d in durations.items()} == dict.fromkeys(("forward", "backward"), 1) | dict.fromkeys(
+        ("dispatch", "experts", "combine"), 2
+    )
+    layer = sum(split[name] for name in ("dispatch", "experts", "combine"))
+    shares = [m for m in records(out / "mega_moe", 0) if "moe/share_of_step(%)" in m]
+    assert shares == [{"step": 3, "moe/share_of_step(%)": pytest.approx(layer)}]
+    for name in ("dispatch", "combine"):
+        assert split[name] == pytest.approx(100 * sum(durations[name]) / length, rel=0.05)
 
 
 @pytest.mark.parametrize(
