@@ -366,18 +366,22 @@ def test_the_host_reads_no_tensor_between_launches(monkeypatch, keep, dtype):
             int(ids.max())
 
 
-def check_determinism_is_passed_on() -> None:
+def check_determinism_is_passed_on_and_phases_are_named() -> None:
     for wanted in (True, False):
         inputs = layer_inputs(5)
         with installed(deterministic=True):
             torch.use_deterministic_algorithms(wanted)
-            gradients(run(inputs, "deep_gemm"), inputs, dy_for(inputs))
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+                gradients(run(inputs, "deep_gemm"), inputs, dy_for(inputs))
+        starts = sorted((e.time_range.start, e.name) for e in profile.events() if e.name.startswith("mega_moe::"))
+        phases = ["load", "pack", "kernel"]
+        assert [name for _, name in starts] == [f"mega_moe::{n}" for n in ("forward", *phases, "backward", *phases)]
         launches = [call for call in double.CALLS if call.name.startswith("bf16")]
         assert [launch.options["deterministic"] for launch in launches] == [wanted, wanted]
 
 
-def test_the_deterministic_setting_reaches_a_build_that_takes_it():
-    ranks.run(1, check_determinism_is_passed_on)
+def test_the_deterministic_setting_reaches_a_build_that_takes_it_and_profiles_name_the_phases():
+    ranks.run(1, check_determinism_is_passed_on_and_phases_are_named)
 
 
 def test_without_a_process_group_the_error_says_how_to_get_one(monkeypatch):

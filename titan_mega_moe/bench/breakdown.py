@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from titan_mega_moe.bench.layers import Bound, Inputs, OpLayer, ranks_of
 from titan_mega_moe.bench.measure import BF16_BYTES, Protocol, Ranks, times
-from titan_mega_moe.op import backends
 
 ROUTING = ("publish", "count", "scan", "tiles", "place", "begin")
 COPIES, OTHER = "copies", "other kernels"
@@ -144,9 +143,9 @@ def _sending(one: OpLayer, inputs: Inputs, ranks: Ranks, protocol: Protocol) -> 
     where that is no step of its own."""
     if one.backend != "triton" or inputs.group is None or one.plan is None:
         return None
-    backend: Any = backends.load("triton")
-    p = one.plan
-    symm = backend._workspaces[p.group_name, p.dim, p.hidden_dim, p.num_experts, p.top_k].symm
+    from titan_mega_moe.op.triton.backend import BACKEND, _plan_key
+
+    symm = BACKEND._workspaces[_plan_key(one.plan)].symm
     rows = inputs.x_TD.detach()
     # Between calls: the flags already hold the epoch that this sends again.
     ms = times(lambda: symm.send(rows, 0), ranks, protocol)["burst_ms"]

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from titan_mega_moe.op import backends, mega_moe
+from titan_mega_moe.op.triton.cuda import KERNELS
 
 REASON = backends.unavailable_reason("triton", "cuda")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
@@ -45,8 +46,11 @@ def test_a_replay_gives_the_bits_of_an_eager_call(keep):
         step()
     torch.cuda.current_stream().wait_stream(beside)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    profiled = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])  # the phases name themselves
+    with profiled as profile, torch.cuda.graph(graph):
         captured = step()
+    named = {e.name.removeprefix("mega_moe::") for e in profile.events() if e.name.startswith("mega_moe::")}
+    assert named == {"forward", "backward", "routing", "dispatch", *KERNELS}
     for seed in (1, 2, 1):
         put(seed)
         graph.replay()
