@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -72,8 +72,13 @@ def main(args: list[str]) -> int:
     return _report(runs, folder, options, settings, console)
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"titan-mega-moe compare: {message}; --help says more")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="titan-mega-moe compare", description=__doc__, epilog=_EPILOG, allow_abbrev=False
     )
     parser.add_argument("file", metavar="FILE", help="a TOML file, as `train` takes it")
@@ -111,7 +116,7 @@ def _positive(kind: type) -> Any:
             raise argparse.ArgumentTypeError(f"{text} is not above 0")
         return value
 
-    parse.__name__ = f"positive {kind.__name__}"
+    parse.__name__ = "whole number" if kind is int else "number"
     return parse
 
 
