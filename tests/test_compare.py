@@ -110,9 +110,7 @@ def test_the_files_of_the_report_hold_what_the_training_processes_recorded(shipp
         seconds = [max(m["time_metrics/end_to_end(s)"] for m in both) for both in zip(*ranks, strict=True)]
         assert run["summary"]["median_seconds"] == statistics.median(seconds[3:])
     # Both sides' gradients of the first step, of every parameter.
-    ours_1, theirs_1 = (
-        next(m["gradients"] for m in records(out / side, 0) if "gradients" in m) for side in SIDES
-    )
+    ours_1, theirs_1 = (next(m["gradients"] for m in records(out / side, 0) if "gradients" in m) for side in SIDES)
     assert ours_1.keys() == theirs_1.keys() and any("w2_EDF" in name for name in ours_1)
     differences = {d["tensor"]: d["relative"] for d in report["gradient_differences"]["upstream"]}
     for name, (norm, even, odd) in ours_1.items():

@@ -190,7 +190,7 @@ def counted_forwards(keep: bool = False) -> Iterator[list[None]]:
 
     reference.Reference.forward = counted
     if keep:
-        reference.Reference.saved_like = lambda self, call, x, *tensors: [x.new_empty(x.shape)]
+        reference.Reference.saved_like = lambda self, call, operands: [torch.empty_like(operands.x_TD)]
     try:
         yield calls
     finally:

@@ -185,7 +185,6 @@ class _Log:
         return self._code() or code
 
 
-
 def become_rank() -> bool:
     """In a task of a step of several: say to torch.distributed, in torchrun's variables, which rank this is.
 

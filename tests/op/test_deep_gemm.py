@@ -359,8 +359,9 @@ def test_the_host_reads_no_tensor_between_launches(monkeypatch, keep, dtype):
         backend._buffers["world", E, D, F, K] = buffer
         x, ids, scores = new(9, D, dtype=dtype), new(9, K, dtype=torch.int64), new(9, K)
         w1, w2, w3 = (new(E, *size, dtype=dtype) for size in ((F, D), (D, F), (F, D)))
-        y, saved = backend.forward(call, x, ids, scores, w1, w2, w3)
-        gradients = backend.backward(call, y, x, ids, scores, w1, w2, w3, saved)
+        operands = backends.Operands(x, ids, scores, w1, w2, w3)
+        y, saved = backend.forward(call, operands)
+        gradients = backend.backward(call, y, operands, saved)
         assert [g.shape for g in gradients] == [t.shape for t in (x, scores, w1, w2, w3)]
         with pytest.raises(DataDependentOutputException):  # that this test can fail
             int(ids.max())

@@ -8,7 +8,7 @@ import logging
 import sys
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -85,6 +85,17 @@ class BufferPlan:
     reserved_sms: int = 16
 
 
+class Operands(NamedTuple):
+    """The op's tensors on this rank, as `titan_mega_moe.op.mega_moe` describes them."""
+
+    x_TD: torch.Tensor
+    ids_TK: torch.Tensor
+    scores_TK: torch.Tensor
+    w1_eFD: torch.Tensor
+    w2_eDF: torch.Tensor
+    w3_eFD: torch.Tensor
+
+
 class Backend(Protocol):
     """One implementation of the op. Shapes and meaning are those of `titan_mega_moe.op.mega_moe`.
 
@@ -96,41 +107,14 @@ class Backend(Protocol):
     def unavailable_reason(self, device: torch.device) -> str | None:
         """One sentence on why this backend cannot run on the device, or None."""
 
-    def forward(
-        self,
-        call: Call,
-        x_TD: torch.Tensor,
-        ids_TK: torch.Tensor,
-        scores_TK: torch.Tensor,
-        w1_eFD: torch.Tensor,
-        w2_eDF: torch.Tensor,
-        w3_eFD: torch.Tensor,
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def forward(self, call: Call, operands: Operands) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """y_TD in x's dtype and what the backward wants kept, in shapes that depend on no tensor's values."""
 
-    def saved_like(
-        self,
-        call: Call,
-        x_TD: torch.Tensor,
-        ids_TK: torch.Tensor,
-        scores_TK: torch.Tensor,
-        w1_eFD: torch.Tensor,
-        w2_eDF: torch.Tensor,
-        w3_eFD: torch.Tensor,
-    ) -> list[torch.Tensor]:
+    def saved_like(self, call: Call, operands: Operands) -> list[torch.Tensor]:
         """Fresh empty tensors in the shapes, dtypes and devices of forward's second result."""
 
     def backward(
-        self,
-        call: Call,
-        dy_TD: torch.Tensor,
-        x_TD: torch.Tensor,
-        ids_TK: torch.Tensor,
-        scores_TK: torch.Tensor,
-        w1_eFD: torch.Tensor,
-        w2_eDF: torch.Tensor,
-        w3_eFD: torch.Tensor,
-        saved: list[torch.Tensor],
+        self, call: Call, dy_TD: torch.Tensor, operands: Operands, saved: list[torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """dx_TD, dscores_TK, dw1_eFD, dw2_eDF, dw3_eFD, each in the dtype of what it belongs to."""
 

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from titan_mega_moe.op.backends import BufferPlan, Call, group_of
+from titan_mega_moe.op.backends import BufferPlan, Call, Operands, group_of
 from titan_mega_moe.op.ranges import phase
 
 # What a build must have to train: each function and the keywords it is called with. Tensors go by position.
@@ -226,16 +226,8 @@ class DeepGemm:
     def check(self, wait: bool) -> None:
         """The build tells nothing."""
 
-    def forward(
-        self,
-        call: Call,
-        x_TD: torch.Tensor,
-        ids_TK: torch.Tensor,
-        scores_TK: torch.Tensor,
-        w1_eFD: torch.Tensor,
-        w2_eDF: torch.Tensor,
-        w3_eFD: torch.Tensor,
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def forward(self, call: Call, operands: Operands) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        x_TD, ids_TK, scores_TK, w1_eFD, w2_eDF, w3_eFD = operands
         build = self._build()
         in_range = ((ids_TK >= -1) & (ids_TK < call.num_experts)).all()
         torch._assert_async(in_range, f"mega_moe: an expert id is outside [-1, {call.num_experts})")
@@ -252,16 +244,8 @@ class DeepGemm:
             saved.append(l2_eDF)
         return y_TD.to(x_TD.dtype), saved
 
-    def saved_like(
-        self,
-        call: Call,
-        x_TD: torch.Tensor,
-        ids_TK: torch.Tensor,
-        scores_TK: torch.Tensor,
-        w1_eFD: torch.Tensor,
-        w2_eDF: torch.Tensor,
-        w3_eFD: torch.Tensor,
-    ) -> list[torch.Tensor]:
+    def saved_like(self, call: Call, operands: Operands) -> list[torch.Tensor]:
+        w1_eFD, w2_eDF = operands.w1_eFD, operands.w2_eDF
         if call.keep != "activations":
             return []
         e, F, D = w1_eFD.shape
@@ -271,17 +255,9 @@ class DeepGemm:
         return saved
 
     def backward(
-        self,
-        call: Call,
-        dy_TD: torch.Tensor,
-        x_TD: torch.Tensor,
-        ids_TK: torch.Tensor,
-        scores_TK: torch.Tensor,
-        w1_eFD: torch.Tensor,
-        w2_eDF: torch.Tensor,
-        w3_eFD: torch.Tensor,
-        saved: list[torch.Tensor],
+        self, call: Call, dy_TD: torch.Tensor, operands: Operands, saved: list[torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        x_TD, ids_TK, scores_TK, w1_eFD, w2_eDF, w3_eFD = operands
         build = self._build()
         F = w1_eFD.shape[1]
         with phase("load"):  # other layers have used the buffer since the forward

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from titan_mega_moe.op.backends import Call, load
+from titan_mega_moe.op.backends import Backend, Call, Operands, load
 from titan_mega_moe.op.ranges import phase
 
 _TENSORS = "Tensor x, Tensor ids, Tensor scores, Tensor w1, Tensor w2, Tensor w3"
@@ -27,83 +27,35 @@ mega_moe = torch.ops.titan_mega_moe.mega_moe.default
 mega_moe_backward = torch.ops.titan_mega_moe.mega_moe_backward.default
 
 
+def _static(num_experts: int, group: str, backend: str, compute_dtype: torch.dtype, keep: str) -> tuple[Backend, Call]:
+    return load(backend), Call(num_experts, group, compute_dtype, keep)
+
+
 @torch.library.impl(_LIBRARY, "mega_moe", "CompositeExplicitAutograd")
-def _(
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    scores: torch.Tensor,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
-    w3: torch.Tensor,
-    num_experts: int,
-    group: str,
-    backend: str,
-    compute_dtype: torch.dtype,
-    keep: str,
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    call = Call(num_experts, group, compute_dtype, keep)
+def _(*args: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    operands, (backend, call) = Operands(*args[:6]), _static(*args[6:])
     # compute_dtype alone says how operands are rounded
-    with torch.autocast(x.device.type, enabled=False), phase("forward"):
-        return load(backend).forward(call, x, ids, scores, w1, w2, w3)
+    with torch.autocast(operands.x_TD.device.type, enabled=False), phase("forward"):
+        return backend.forward(call, operands)
 
 
 @torch.library.register_fake("titan_mega_moe::mega_moe", lib=_LIBRARY)
-def _(
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    scores: torch.Tensor,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
-    w3: torch.Tensor,
-    num_experts: int,
-    group: str,
-    backend: str,
-    compute_dtype: torch.dtype,
-    keep: str,
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    call = Call(num_experts, group, compute_dtype, keep)
-    return x.new_empty(x.shape), load(backend).saved_like(call, x, ids, scores, w1, w2, w3)
+def _(*args: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    operands, (backend, call) = Operands(*args[:6]), _static(*args[6:])
+    return operands.x_TD.new_empty(operands.x_TD.shape), backend.saved_like(call, operands)
 
 
 @torch.library.impl(_LIBRARY, "mega_moe_backward", "CompositeExplicitAutograd")
-def _(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    scores: torch.Tensor,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
-    w3: torch.Tensor,
-    saved: list[torch.Tensor],
-    num_experts: int,
-    group: str,
-    backend: str,
-    compute_dtype: torch.dtype,
-    keep: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    call = Call(num_experts, group, compute_dtype, keep)
-    with torch.autocast(x.device.type, enabled=False), phase("backward"):
-        return load(backend).backward(call, dy, x, ids, scores, w1, w2, w3, saved)
+def _(dy: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    operands, saved, (backend, call) = Operands(*args[:6]), args[6], _static(*args[7:])
+    with torch.autocast(dy.device.type, enabled=False), phase("backward"):
+        return backend.backward(call, dy, operands, saved)
 
 
 @torch.library.register_fake("titan_mega_moe::mega_moe_backward", lib=_LIBRARY)
-def _(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    scores: torch.Tensor,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
-    w3: torch.Tensor,
-    saved: list[torch.Tensor],
-    num_experts: int,
-    group: str,
-    backend: str,
-    compute_dtype: torch.dtype,
-    keep: str,
-) -> tuple[torch.Tensor, ...]:
+def _(dy: torch.Tensor, x: torch.Tensor, ids: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
     # new_empty, not empty_like: gradients are contiguous whatever the strides of the inputs.
-    return tuple(t.new_empty(t.shape) for t in (x, scores, w1, w2, w3))
+    return tuple(t.new_empty(t.shape) for t in (x, *rest[:4]))
 
 
 class _MegaMoE(torch.autograd.Function):

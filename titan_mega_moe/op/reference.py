@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from titan_mega_moe.op.backends import BufferPlan, Call
+from titan_mega_moe.op.backends import BufferPlan, Call, Operands
 from titan_mega_moe.op.ranges import phase
 
 
@@ -93,19 +93,11 @@ class Reference:
     def check(self, wait: bool) -> None:
         """Collectives raise by themselves."""
 
-    def saved_like(self, call: Call, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    def saved_like(self, call: Call, operands: Operands) -> list[torch.Tensor]:
         return []
 
-    def forward(
-        self,
-        call: Call,
-        x_TD: torch.Tensor,
-        ids_TK: torch.Tensor,
-        scores_TK: torch.Tensor,
-        w1_eFD: torch.Tensor,
-        w2_eDF: torch.Tensor,
-        w3_eFD: torch.Tensor,
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def forward(self, call: Call, operands: Operands) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        x_TD, ids_TK, scores_TK, w1_eFD, w2_eDF, w3_eFD = operands
         T, K = ids_TK.shape
         with phase("dispatch"):
             routing = _Routing.build(call, ids_TK)
@@ -125,17 +117,9 @@ class Reference:
         return y_TD.to(x_TD.dtype), []
 
     def backward(
-        self,
-        call: Call,
-        dy_TD: torch.Tensor,
-        x_TD: torch.Tensor,
-        ids_TK: torch.Tensor,
-        scores_TK: torch.Tensor,
-        w1_eFD: torch.Tensor,
-        w2_eDF: torch.Tensor,
-        w3_eFD: torch.Tensor,
-        saved: list[torch.Tensor],
+        self, call: Call, dy_TD: torch.Tensor, operands: Operands, saved: list[torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        x_TD, ids_TK, scores_TK, w1_eFD, w2_eDF, w3_eFD = operands
         T, K = ids_TK.shape
         with phase("dispatch"):
             routing = _Routing.build(call, ids_TK)

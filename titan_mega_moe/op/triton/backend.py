@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from titan_mega_moe.op.backends import BufferPlan, Call, group_of
+from titan_mega_moe.op.backends import BufferPlan, Call, Operands, group_of
 from titan_mega_moe.op.ranges import phase
 from titan_mega_moe.op.symm_buffer import TIMEOUT_SECONDS, copies_of
 from titan_mega_moe.op.triton import cuda, routing
@@ -56,21 +56,13 @@ class FusedBackend:
             return f"it compiles with NVRTC through cuda-bindings, which cannot be imported ({error})"
         return None
 
-    def forward(
-        self,
-        call: Call,
-        x_TD: torch.Tensor,
-        ids_TK: torch.Tensor,
-        scores_TK: torch.Tensor,
-        w1_eFD: torch.Tensor,
-        w2_eDF: torch.Tensor,
-        w3_eFD: torch.Tensor,
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def forward(self, call: Call, operands: Operands) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        x_TD, ids_TK, scores_TK, w1_eFD, w2_eDF, w3_eFD = operands
         work = self._workspace(call, x_TD, ids_TK, w1_eFD)
         work.symm.check()
         x, w1, w2, w3 = _bf16(x_TD, w1_eFD, w2_eDF, w3_eFD)
         ids = ids_TK.contiguous()
-        saved = self.saved_like(call, x_TD, ids_TK, scores_TK, w1_eFD, w2_eDF, w3_eFD)
+        saved = self.saved_like(call, operands)
         tables = Tables(saved[0], work.sizes)
         with phase("routing"):
             routing.announce(work.symm, work.scratch, work.sizes, ids, scores_TK.float().contiguous())
@@ -94,16 +86,8 @@ class FusedBackend:
             torch.cuda.current_stream(x.device).wait_event(sent)
         return y.to(x_TD.dtype), saved
 
-    def saved_like(
-        self,
-        call: Call,
-        x_TD: torch.Tensor,
-        ids_TK: torch.Tensor,
-        scores_TK: torch.Tensor,
-        w1_eFD: torch.Tensor,
-        w2_eDF: torch.Tensor,
-        w3_eFD: torch.Tensor,
-    ) -> list[torch.Tensor]:
+    def saved_like(self, call: Call, operands: Operands) -> list[torch.Tensor]:
+        x_TD, ids_TK, w1_eFD = operands.x_TD, operands.ids_TK, operands.w1_eFD
         planned = self._workspaces.get(_key(call, x_TD, ids_TK, w1_eFD))
         t_max = planned.plan.max_tokens if planned is not None else x_TD.shape[0]
         sizes = Sizes(call.ep_size, t_max, ids_TK.shape[1], w1_eFD.shape[0])
@@ -113,18 +97,8 @@ class FusedBackend:
             saved += [x_TD.new_empty(shape, dtype=torch.bfloat16) for shape in shapes]
         return saved
 
-    def backward(
-        self,
-        call: Call,
-        dy_TD: torch.Tensor,
-        x_TD: torch.Tensor,
-        ids_TK: torch.Tensor,
-        scores_TK: torch.Tensor,
-        w1_eFD: torch.Tensor,
-        w2_eDF: torch.Tensor,
-        w3_eFD: torch.Tensor,
-        saved: list[torch.Tensor],
-    ) -> Tensors:
+    def backward(self, call: Call, dy_TD: torch.Tensor, operands: Operands, saved: list[torch.Tensor]) -> Tensors:
+        x_TD, ids_TK, scores_TK, w1_eFD, w2_eDF, w3_eFD = operands
         work = self._workspace(call, x_TD, ids_TK, w1_eFD)
         if call.keep == "inputs" and work.plan.keep != "inputs":
             raise RuntimeError(
@@ -218,8 +192,9 @@ class FusedBackend:
         scores = torch.zeros(0, plan.top_k, dtype=torch.float32, device=plan.device)
         w1, w3 = (x.new_zeros(e, plan.hidden_dim, plan.dim) for _ in range(2))
         w2 = x.new_zeros(e, plan.dim, plan.hidden_dim)
-        _, saved = self.forward(call, x, ids, scores, w1, w2, w3)
-        self.backward(call, x, x, ids, scores, w1, w2, w3, saved)
+        operands = Operands(x, ids, scores, w1, w2, w3)
+        _, saved = self.forward(call, operands)
+        self.backward(call, x, operands, saved)
         torch.cuda.synchronize(plan.device)
         if group is not None:
             dist.barrier(group)
