@@ -109,7 +109,6 @@ def train(resolved: "RunConfig") -> int:
     """
     import torch
     from torch.distributed.elastic.multiprocessing.errors import record
-    from torchtitan.config.function import Function
     from torchtitan.observability import structured_logger as sl
     from torchtitan.tools.logging import logger
 
@@ -126,8 +125,6 @@ def train(resolved: "RunConfig") -> int:
             logger.info("Local tensor mode: nothing is trained")
             return 0
         trainer = StoppableTrainer(resolved)
-        if resolved.profiler.trace_post_processor is None:  # no key of a file: it holds a function
-            resolved.profiler.trace_post_processor = Function.Config(fn=trainer.metrics_processor.log_share)
         try:
             if resolved.checkpoint.create_seed_checkpoint:
                 trainer.checkpointer.save(curr_step=0, last_step=True)

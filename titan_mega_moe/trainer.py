@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.distributed_c10d import _get_default_store
+from torchtitan.config.function import Function
 from torchtitan.tools import filesystem
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
 from titan_mega_moe import stop
 from titan_mega_moe.config import resume
+from titan_mega_moe.metrics import RecordedMetrics
 from titan_mega_moe.op import backends
 
 
@@ -36,6 +38,9 @@ class StoppableTrainer(Trainer):
 
     def __init__(self, config: Trainer.Config) -> None:
         super().__init__(config)
+        metrics = self.metrics_processor
+        if config.profiler.trace_post_processor is None and isinstance(metrics, RecordedMetrics):
+            config.profiler.trace_post_processor = Function.Config(fn=metrics.log_share)
         save = self.checkpointer.save
         setattr(self.checkpointer, "save", lambda *args, **kwargs: self._written(save, *args, **kwargs))  # noqa: B010
 
