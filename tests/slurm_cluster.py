@@ -77,7 +77,7 @@ class Cluster:
     folder: Path
     environment: dict[str, str]
 
-    def run(self, *command: str, timeout: float = 20, cwd: Path | None = None, **variables: str) -> str:
+    def run(self, *command: str, timeout: float = 60, cwd: Path | None = None, **variables: str) -> str:
         """The output of a SLURM command; AssertionError with what it said if it fails."""
         ended = subprocess.run(
             command, capture_output=True, text=True, timeout=timeout, cwd=cwd, env={**self.environment, **variables}
@@ -145,7 +145,7 @@ def start(folder: Path, nodes: int = 2, cpus: int = 8, kill_wait: int = 30) -> I
 
 def _states(cluster: Cluster) -> str:
     command = ["sinfo", "-h", "-o", "%t %D"]
-    return subprocess.run(command, capture_output=True, text=True, env=cluster.environment, timeout=20).stdout.strip()
+    return subprocess.run(command, capture_output=True, text=True, env=cluster.environment, timeout=60).stdout.strip()
 
 
 def _free_ports(count: int) -> list[int]:

@@ -77,7 +77,7 @@ def losses(run: Path) -> dict[int, float]:
     return {r["step"]: r["loss_metrics/global_avg_loss"] for r in records if "grad_norm" in r}
 
 
-def until_step(run: Path, step: int, log: Path, seconds: float = 120) -> None:
+def until_step(run: Path, step: int, log: Path, seconds: float = 240) -> None:
     deadline = time.monotonic() + seconds
     while step not in losses(run):
         assert time.monotonic() < deadline, f"no step {step} in {run}\n{log.read_text() if log.exists() else ''}"
@@ -108,7 +108,7 @@ def two_jobs(cluster):
     os.kill(process_of(second, 3), signal.SIGKILL)
     states = [cluster.wait(second, 60)]
     took = time.monotonic() - start
-    states.insert(0, cluster.wait(first, 120))
+    states.insert(0, cluster.wait(first, 240))
     return states, took, first_log.read_text(), second_log.read_text()
 
 
@@ -235,7 +235,7 @@ def test_compare_runs_its_sides_on_both_nodes(cluster):
 def test_dry_run_prints_what_would_be_submitted(script, variables, expected, tmp_path):
     command = [str(SCRIPTS / script), "--dry-run", "a b.toml", "--training.steps", "3"]
     environment = {"PATH": os.environ["PATH"], **variables}
-    ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=20)
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=60)
     assert ended.returncode == 0, ended.stderr
     words = shlex.split(ended.stdout)
     assert words[0] == "sbatch" and set(expected) <= set(words)
