@@ -391,7 +391,7 @@ def test_a_gpus_kernels_are_told_apart_and_do_what_the_layer_does():
     assert list(spans) == ["publish", "copies", "gate_up", "down", "other kernels"]
     assert breakdown._of_a_step(spans["gate_up"], 2) == {"ms": pytest.approx(0.05), "launches": 1}
     assert breakdown._of_a_step(spans["other kernels"], 2) == {"ms": pytest.approx(0.001), "launches": 0.5}
-    assert breakdown._covered([s for of_name in spans.values() for s in of_name]) == pytest.approx(2 * 0.09 + 0.002)
+    assert breakdown.covered([s for of_name in spans.values() for s in of_name]) == pytest.approx(2 * 0.09 + 0.002)
 
     one = measure.Ranks(torch.device("cpu"), None)
     inputs = make_inputs(SMALL, Routing("holes"), None, one.device, 0)

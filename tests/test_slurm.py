@@ -15,6 +15,7 @@ import torch
 from tests import ranks, slurm_cluster
 from titan_mega_moe import config, hosts, slurm, stop
 
+pytestmark = pytest.mark.timeout(600)
 ROOT = Path(__file__).parents[1]
 SCRIPTS = ROOT / "scripts" / "slurm"
 STEPS = 6

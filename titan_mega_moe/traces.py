@@ -44,7 +44,7 @@ def time_split(where: Path) -> dict[str, float] | None:
         return None
     spans = [(e["ts"], e["ts"] + e["dur"]) for e in events if e["cat"] in work]
     length = max(end for _, end in spans) - min(start for start, _ in spans)
-    busy, total = 100 * _covered(spans) / length, sum(spent.values())
+    busy, total = 100 * covered(spans) / length, sum(spent.values())
     return {name: busy * spent[name] / total for name in (*CATEGORIES, OTHER) if spent[name]} | {IDLE: 100 - busy}
 
 
@@ -75,7 +75,8 @@ def _category(name: str, default: str) -> str:
     return next((category for category, pattern in CATEGORIES.items() if re.search(pattern, name)), default)
 
 
-def _covered(spans: Iterable[tuple[float, float]]) -> float:
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """Length of what spans of (start, end) cover together."""
     total, until = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, until))

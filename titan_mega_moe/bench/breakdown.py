@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from titan_mega_moe.bench.layers import Bound, Inputs, OpLayer, ranks_of
 from titan_mega_moe.bench.measure import BF16_BYTES, Protocol, Ranks, times
+from titan_mega_moe.traces import covered
 
 ROUTING = ("publish", "count", "scan", "tiles", "place", "begin")
 COPIES, OTHER = "copies", "other kernels"
@@ -39,7 +40,7 @@ def measure(one: OpLayer, bound: Bound, inputs: Inputs, ranks: Ranks, protocol: 
     spans = _kernels(profile.events()) if ranks.cuda else _phases(profile.events())
     found = {name: _of_a_step(of_name, protocol.timed) for name, of_name in spans.items()}
     flat = [span for of_name in spans.values() for span in of_name]
-    busy = _covered(flat) / protocol.timed
+    busy = covered(flat) / protocol.timed
     length = (max(end for _, end in flat) - min(start for start, _ in flat)) / protocol.timed if flat else 0.0
     everyone = ranks.gather(found)
     slowest = {name: max((f[name] for f in everyone if name in f), key=lambda p: p["ms"]) for name in everyone[0]}
@@ -89,14 +90,6 @@ def _of_a_step(spans: list[tuple[float, float]], steps: int) -> dict[str, float]
     return {"ms": statistics.median(each), "launches": launches}
 
 
-def _covered(spans: list[tuple[float, float]]) -> float:
-    total, until = 0.0, float("-inf")
-    for start, end in sorted(spans):
-        total += max(0.0, end - max(start, until))
-        until = max(until, end)
-    return total
-
-
 def _work(inputs: Inputs, ranks: Ranks, keep: str) -> dict[str, dict[str, float]]:
     """Of each kernel or phase what it computes, and moves in memory and to peers; of this group's busiest rank."""
     s, (rank, ep) = inputs.shape, ranks_of(inputs.group)
@@ -143,9 +136,9 @@ def _sending(one: OpLayer, inputs: Inputs, ranks: Ranks, protocol: Protocol) -> 
     where that is no step of its own."""
     if one.backend != "triton" or inputs.group is None or one.plan is None:
         return None
-    from titan_mega_moe.op.triton.backend import BACKEND, _plan_key
+    from titan_mega_moe.op.triton.backend import BACKEND
 
-    symm = BACKEND._workspaces[_plan_key(one.plan)].symm
+    symm = BACKEND.symm_buffer(one.plan)
     rows = inputs.x_TD.detach()
     # Between calls: the flags already hold the epoch that this sends again.
     ms = times(lambda: symm.send(rows, 0), ranks, protocol)["burst_ms"]

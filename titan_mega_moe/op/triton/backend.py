@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from titan_mega_moe.op.backends import BufferPlan, Call, Operands, group_of
 from titan_mega_moe.op.ranges import phase
-from titan_mega_moe.op.symm_buffer import TIMEOUT_SECONDS, copies_of
+from titan_mega_moe.op.symm_buffer import TIMEOUT_SECONDS, SymmBuffer, copies_of
 from titan_mega_moe.op.triton import cuda, routing
 from titan_mega_moe.op.triton.cuda import Launch
 from titan_mega_moe.op.triton.routing import Sizes, Tables
@@ -168,6 +168,10 @@ class FusedBackend:
         torch.cuda.synchronize(plan.device)
         if (group := group_of(plan.group_name)) is not None:
             dist.barrier(group)
+
+    def symm_buffer(self, plan: BufferPlan) -> SymmBuffer:
+        """The buffer that `prepare` made for the plan's group and shapes."""
+        return self._workspaces[_plan_key(plan)].symm
 
     def buffer_bytes(self, plan: BufferPlan) -> int | None:
         return nbytes(plan)
