@@ -396,10 +396,11 @@ def test_a_gpus_kernels_are_told_apart_and_do_what_the_layer_does():
     one = measure.Ranks(torch.device("cpu"), None)
     inputs = make_inputs(SMALL, Routing("holes"), None, one.device, 0)
     useful = measure.work(inputs, one)["forward_backward"]["flops"]
+    known = KERNELS.keys() - {"combine_rest"}  # its work depends on what the kernel before it leaves over
     for keep, again in (("activations", 0), ("inputs", 4 / 18)):
         work = breakdown._work(inputs, one, keep)
-        assert sum(work[name]["flops"] for name in KERNELS) == pytest.approx(useful * (1 + again))
-        assert all(part["bytes"] > 0 for name, part in work.items() if name in KERNELS)
+        assert sum(work[name]["flops"] for name in known) == pytest.approx(useful * (1 + again))
+        assert all(part["bytes"] > 0 for name, part in work.items() if name in known)
         assert not any(part["link_bytes"] for part in work.values())
 
 

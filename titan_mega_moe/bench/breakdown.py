@@ -15,7 +15,7 @@ from titan_mega_moe.bench.layers import Bound, Inputs, OpLayer, ranks_of
 from titan_mega_moe.bench.measure import BF16_BYTES, Protocol, Ranks, times
 from titan_mega_moe.traces import covered
 
-ROUTING = ("publish", "count", "scan", "tiles", "place", "begin")
+ROUTING = ("publish", "count", "scan", "tiles", "place", "begin", "meet")
 COPIES, OTHER = "copies", "other kernels"
 
 
@@ -106,18 +106,18 @@ def _work(inputs: Inputs, ranks: Ranks, keep: str) -> dict[str, dict[str, float]
     T = ranks.most([float(inputs.ids_TK.shape[0])])[0]
     D, F = s.D, s.F
     row_d, row_f, one, w = R * D, R * F, R * D * F, float(e * D * F)
-    kept = row_d + 2 * row_f  # sorted x, g and u
+    kept = 2 * row_f  # g and u
     runs = 1 if keep == "activations" else 2
     back = sums * D
     flops_elements = {
         "gate_up": (4 * one * runs, runs * (x * D + 2 * w + row_f) + kept, 0),
         "down": (2 * one, row_f + w + row_d, back),
-        "combine": (0, row_d + T * D, 0),
-        "down_backward": (2 * one, x * D + w + 4 * row_f + row_d, 0),
-        "weight_grad_down": (2 * one, row_d + row_f + w, 0),
+        "combine": (0, 2 * (row_d + T * D), 0),  # a forward's and a backward's
+        "down_backward": (2 * one, x * D + w + 4 * row_f, 0),
         "gate_up_backward": (4 * one, 2 * row_f + 2 * w + row_d, back),
-        "weight_grad_gate_up": (4 * one, 2 * row_f + row_d + 2 * w + row_d + T * D, 0),
-        COPIES: (0, 0, (ep - 1) * T * D * (1 + runs)),
+        "weight_grad_down": (2 * one, x * D + row_f + w, 0),
+        "weight_grad_gate_up": (4 * one, x * D + 2 * row_f + 2 * w, 0),
+        COPIES: (0, 0, (ep - 1) * T * D * 3),  # x, then x and dy
         "forward experts": (6 * one, x * D + 3 * w + row_d, 0),
         "backward experts": (12 * one, 2 * x * D + 6 * w + row_d, 0),
         "forward dispatch": (0, 0, back),

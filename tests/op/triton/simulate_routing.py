@@ -18,12 +18,12 @@ from titan_mega_moe.op.triton import routing
 def compare(all_ids: list[torch.Tensor], local_experts: int, t_max: int, calls: int) -> None:
     ep, K = len(all_ids), all_ids[0].shape[1]
     scores = [torch.rand(ids.shape) for ids in all_ids]
-    _, nbytes = layout(ep, t_max, 64, K, 1)
+    _, nbytes = layout(ep, t_max, 64, K)
     memories = [torch.zeros(nbytes, dtype=torch.uint8) for _ in range(ep)]
     sizes = routing.Sizes(ep, t_max, K, local_experts)
-    buffers = [SymmBuffer(memories, rank, t_max, 64, K, 1) for rank in range(ep)]
+    buffers = [SymmBuffer(memories, rank, t_max, 64, K) for rank in range(ep)]
     scratch = [routing.Scratch(sizes, torch.device("cpu")) for _ in range(ep)]
-    for call in range(1, calls + 1):
+    for call in range(1, 2 * calls, 2):
         for rank in range(ep):
             scratch[rank].counters.fill_(7)
             routing.announce(buffers[rank], scratch[rank], sizes, all_ids[rank], scores[rank])
@@ -36,6 +36,15 @@ def compare(all_ids: list[torch.Tensor], local_experts: int, t_max: int, calls: 
             routing.build(buffers[rank], scratch[rank], tables, sizes)
             buffers[rank].check()
             check(tables, tables_oracle.tables(all_ids, scores, rank, local_experts, t_max))
+        for rank in range(ep):  # a call that does not route
+            scratch[rank].counters.fill_(7)
+            routing.begin_call(buffers[rank], scratch[rank])
+        for rank in range(ep):
+            assert buffers[rank].epoch.item() == call + 1 and scratch[rank].counters.eq(0).all()
+            assert buffers[rank].view("routed").tolist() == [call + 1] * ep
+            if ep > 1:
+                routing.meet_peers(buffers[rank], scratch[rank])
+            buffers[rank].check()
 
 
 def check(tables: routing.Tables, want: dict) -> None:
@@ -57,15 +66,15 @@ def too_many_tokens(ep: int) -> None:
     """A rank with more tokens than the buffers hold is named by every rank."""
     t_max, K = 16, 2
     sizes = routing.Sizes(ep, t_max, K, 2)
-    _, nbytes = layout(ep, t_max, 64, K, 1)
+    _, nbytes = layout(ep, t_max, 64, K)
     memories = [torch.zeros(nbytes, dtype=torch.uint8) for _ in range(ep)]
     for rank in range(ep):
         T = 17 if rank == ep - 1 else 5
-        buffer = SymmBuffer(memories, rank, t_max, 64, K, 1)
+        buffer = SymmBuffer(memories, rank, t_max, 64, K)
         ids = torch.zeros(T, K, dtype=torch.int64)
         routing.announce(buffer, routing.Scratch(sizes, torch.device("cpu")), sizes, ids, torch.rand(T, K))
     for rank in range(ep):
-        buffer = SymmBuffer(memories, rank, t_max, 64, K, 1)
+        buffer = SymmBuffer(memories, rank, t_max, 64, K)
         buffer.epoch.fill_(1)
         tables = routing.Tables(torch.zeros(sizes.words, dtype=torch.int32), sizes)
         routing.build(buffer, routing.Scratch(sizes, torch.device("cpu")), tables, sizes)
@@ -83,10 +92,10 @@ def wrong_ids(ep: int) -> None:
     """An id that no rank has is named; -1 is not wrong."""
     t_max, K = 8, 2
     sizes = routing.Sizes(ep, t_max, K, 2)
-    _, nbytes = layout(ep, t_max, 64, K, 1)
+    _, nbytes = layout(ep, t_max, 64, K)
     for bad in (2 * ep, -2, None):
         memories = [torch.zeros(nbytes, dtype=torch.uint8) for _ in range(ep)]
-        buffer = SymmBuffer(memories, 0, t_max, 64, K, 1)
+        buffer = SymmBuffer(memories, 0, t_max, 64, K)
         ids = torch.tensor([[0, 2 * ep - 1], [-1, 1 if bad is None else bad]])
         routing.announce(buffer, routing.Scratch(sizes, torch.device("cpu")), sizes, ids, torch.rand(2, K))
         try:
@@ -101,19 +110,26 @@ def silent_peer(ep: int) -> None:
     """A wait for entries that never come ends, and says for how long it lasted, for whom and since when."""
     t_max, K = 8, 2
     sizes = routing.Sizes(ep, t_max, K, 2)
-    _, nbytes = layout(ep, t_max, 64, K, 1)
+    _, nbytes = layout(ep, t_max, 64, K)
     memories = [torch.zeros(nbytes, dtype=torch.uint8) for _ in range(ep)]
-    buffer, scratch = SymmBuffer(memories, 0, t_max, 64, K, 1), routing.Scratch(sizes, torch.device("cpu"))
+    buffer, scratch = SymmBuffer(memories, 0, t_max, 64, K), routing.Scratch(sizes, torch.device("cpu"))
     routing._POLLS_PER_SECOND, buffer.timeout_seconds = 1, 5
     routing.announce(buffer, scratch, sizes, torch.zeros(3, K, dtype=torch.int64), torch.rand(3, K))
-    routing.build(buffer, scratch, routing.Tables(torch.zeros(sizes.words, dtype=torch.int32), sizes), sizes)
-    try:
-        buffer.check()
-    except RuntimeError as error:
-        assert "rank 0 of the expert-parallel group waited 5 s for the expert ids of rank 1" in str(error), error
-        assert "(call 1, the last that came was 0)" in str(error), error
-    else:
-        raise AssertionError("a peer that sends nothing went unnoticed")
+    tables = routing.Tables(torch.zeros(sizes.words, dtype=torch.int32), sizes)
+    waits = {
+        "expert ids": lambda: routing.build(buffer, scratch, tables, sizes),
+        "start": lambda: routing.meet_peers(buffer, scratch),
+    }
+    for what, wait in waits.items():
+        buffer.error.zero_()
+        wait()
+        try:
+            buffer.check()
+        except RuntimeError as error:
+            assert f"rank 0 of the expert-parallel group waited 5 s for the {what} of rank 1" in str(error), error
+            assert "(call 1, the last that came was 0)" in str(error), error
+        else:
+            raise AssertionError("a peer that sends nothing went unnoticed")
 
 
 # Local experts, K, t_max. The interpreter's time grows with EP squared: the larger groups get what is left to see.

@@ -5,13 +5,12 @@ Shape suffixes as in op/__init__.py; R rows are padded and counted for the worst
     main stream   publish count scan tiles place | gate_up ............. | down ............... | combine
     side stream           send x to every peer (copy engines)              (sums go to the peers)
 
-    main stream   begin | down_backward | weight_grad_down | gate_up_backward .. | weight_grad_gate_up
-    side stream         send dy to every peer                (sums go to the peers) (own sums, peers' added)
+    main stream   begin | down_backward | gate_up_backward .. | weight_grad_down | weight_grad_gate_up
+    side stream         send dy, x to every peer  (sums go to the peers)           (own sums, peers' added)
 
 The two streams meet before either pass returns.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +19,7 @@ import torch.distributed as dist
 
 from titan_mega_moe.op.backends import BufferPlan, Call, Operands, group_of
 from titan_mega_moe.op.ranges import phase
-from titan_mega_moe.op.symm_buffer import TIMEOUT_SECONDS, SymmBuffer, copies_of
+from titan_mega_moe.op.symm_buffer import DY, TIMEOUT_SECONDS, SymmBuffer, X
 from titan_mega_moe.op.triton import cuda, routing
 from titan_mega_moe.op.triton.cuda import Launch
 from titan_mega_moe.op.triton.routing import Sizes, Tables
@@ -71,7 +70,7 @@ class FusedBackend:
                 f"mega_moe: {x.shape[0]} tokens, but the buffers were made for at most {work.symm.t_max}; "
                 "set [mega_moe] max_tokens to the largest number of tokens of a rank"
             )
-        sent = _beside(work, lambda: work.symm.send(x, 0))
+        sent = _send(work, {X: x})
         with phase("routing"):
             routing.build(work.symm, work.scratch, tables, work.sizes)
         kept = saved[1:] if call.keep == "activations" else None
@@ -81,7 +80,7 @@ class FusedBackend:
             partial_rows=work.by_row,
         )  # fmt: skip
         y = torch.empty_like(x)
-        _launch(work, "combine", tables, partial_rows=work.by_row, ids=ids, out=y)
+        _launch(work, "combine", tables, partial_rows=work.by_row, ids=ids, out=y, dscores_out=0, backward=0)
         if sent is not None:
             torch.cuda.current_stream(x.device).wait_event(sent)
         return y.to(x_TD.dtype), saved
@@ -93,7 +92,7 @@ class FusedBackend:
         sizes = Sizes(call.ep_size, t_max, ids_TK.shape[1], w1_eFD.shape[0])
         saved = [x_TD.new_empty(sizes.words, dtype=torch.int32)]
         if call.keep == "activations":
-            shapes = kept_shapes(sizes, x_TD.shape[1], w1_eFD.shape[1]).values()
+            shapes = kept_shapes(sizes, w1_eFD.shape[1]).values()
             saved += [x_TD.new_empty(shape, dtype=torch.bfloat16) for shape in shapes]
         return saved
 
@@ -108,42 +107,37 @@ class FusedBackend:
         work.symm.check()
         dy, x, w1, w2, w3 = _bf16(dy_TD, x_TD, w1_eFD, w2_eDF, w3_eFD)
         tables = Tables(saved[0], work.sizes)
-        recompute = call.keep == "inputs"
         with phase("routing"):
             routing.begin_call(work.symm, work.scratch)
-
-        def send() -> None:
-            if recompute:
-                work.symm.send(x, 0)
-            work.symm.send(dy, copy)
-
-        copy = 1 if recompute else 0
-        sent = _beside(work, send)
-        if recompute:
-            gate_up, sorted_x = work.gate_up, work.sorted_x
-            scaled_h = _gate_up(work, tables, x, w1, w3, [gate_up, work.scaled_h, sorted_x])
+        if call.keep == "inputs":
+            sent = _send(work, {X: x, DY: dy})
+            gate_up, scaled_h = work.gate_up, _gate_up(work, tables, x, w1, w3, [work.gate_up, work.scaled_h])
         else:
-            gate_up, scaled_h, sorted_x = saved[1:]
+            sent = _send(work, {DY: dy, X: x})  # x is for the weight gradients, which come last
+            gate_up, scaled_h = saved[1:]
         rows = work.by_row
         _launch(
-            work, "down_backward", tables, own=dy, copy=copy, sorted=(rows, (64, 64)), keep=1, b0=(w2, (1, 64, 64)),
+            work, "down_backward", tables, part=DY, own=dy, b0=(w2, (1, 64, 64)),
             c0=(work.dgate, (16, 64)), c1=(work.dup, (16, 64)), gate_up=gate_up,
         )  # fmt: skip
         dx = torch.empty_like(x)
         dscores = torch.empty(scores_TK.shape, dtype=torch.float32, device=x.device)
         dw1, dw2, dw3 = (torch.empty_like(w, memory_format=torch.contiguous_format) for w in (w1, w2, w3))
-        box = (64, 64)
-        _launch(work, "weight_grad_down", tables, a0=(rows, box), b0=(scaled_h, box), c0=(dw2, (1, 16, 64)))
         _launch(
             work, "gate_up_backward", tables, a0=(work.dgate, (128, 64)), a1=(work.dup, (128, 64)),
             b0=(w1, (1, 64, 64)), b1=(w3, (1, 64, 64)), c0=(rows, (16, 64)),
-            partial_rows=rows, dscores_out=dscores, backward=1,
+            partial_rows=rows, backward=1,
         )  # fmt: skip
+        if work.symm.ep_size > 1:
+            _launch(work, "combine_rest", tables, partial_rows=rows, backward=1)
+        box, out = (64, 64), (1, 64, 64)
+        _launch(work, "weight_grad_down", tables, part=DY, own=dy, b0=(scaled_h, box), c0=(dw2, (1, 16, 64)))
         _launch(
-            work, "weight_grad_gate_up", tables, a0=(work.dgate, box), a1=(work.dup, box), b0=(sorted_x, box),
-            c0=(dw1, (1, 16, 64)), c1=(dw3, (1, 16, 64)),
-            partial_rows=rows, ids=ids_TK.contiguous(), out=dx, dscores_out=dscores, backward=1,
+            work, "weight_grad_gate_up", tables, own=x, b0=(work.dgate, box), b1=(work.dup, box),
+            c0=(dw1, out), c1=(dw3, out),
         )  # fmt: skip
+        ids = ids_TK.contiguous()
+        _launch(work, "combine", tables, partial_rows=rows, ids=ids, out=dx, dscores_out=dscores, backward=1)
         if sent is not None:
             torch.cuda.current_stream(x.device).wait_event(sent)
         like = (x_TD, scores_TK, w1_eFD, w2_eDF, w3_eFD)
@@ -257,14 +251,16 @@ def _bf16(*tensors: torch.Tensor) -> Tensors:
     return tuple(t.to(torch.bfloat16).contiguous() for t in tensors)
 
 
-def _beside(work: Workspace, run: Callable[[], None]) -> torch.cuda.Event | None:
-    """Runs on the side stream, after what the current stream holds; the event tells when it is done. Without peers
-    there is nothing to run."""
+def _send(work: Workspace, rows: dict[int, torch.Tensor]) -> torch.cuda.Event | None:
+    """Sends rows [T, D] to every peer, by part of its buffer, on the side stream, after what the current stream holds;
+    the event tells when that is done. Without peers there is nothing to send."""
     if work.symm.ep_size == 1:
         return None
     work.side.wait_stream(torch.cuda.current_stream(work.plan.device))
     with torch.cuda.stream(work.side), phase("dispatch"):
-        run()
+        routing.meet_peers(work.symm, work.scratch)
+        for part, rows_TD in rows.items():
+            work.symm.send(rows_TD, part)
         done = work.side.record_event()
     if work.symm.shares_gpu:  # copies within a GPU take multiprocessors, which waiting kernels would not leave them
         torch.cuda.current_stream(work.plan.device).wait_event(done)
@@ -279,20 +275,20 @@ def _gate_up(
     w3: torch.Tensor,
     kept: list[torch.Tensor] | None,
 ) -> torch.Tensor:
-    """s * h by row. kept: where g and u, s * h and the sorted x go; None keeps only s * h, in the workspace."""
+    """s * h by row. kept: where g and u, and s * h go; None keeps only s * h, in the workspace."""
     # A forward that leaves nothing puts s * h where the backward will put dg.
-    gate_up, scaled_h, sorted_x = kept if kept is not None else (None, work.dgate, None)
-    extra = {"keep": 0} if kept is None else {"keep": 1, "gate_up": gate_up, "sorted": (sorted_x, (64, 64))}
+    gate_up, scaled_h = kept if kept is not None else (None, work.dgate)
+    extra = {"keep": 0} if kept is None else {"keep": 1, "gate_up": gate_up}
     box = (1, 128, 64)
-    _launch(work, "gate_up", tables, own=x, copy=0, b0=(w1, box), b1=(w3, box), c0=(scaled_h, (16, 64)), **extra)
+    _launch(work, "gate_up", tables, own=x, b0=(w1, box), b1=(w3, box), c0=(scaled_h, (16, 64)), **extra)
     return scaled_h
 
 
 def _launches(work: Workspace) -> dict[tuple[str, int], Launch]:
-    """Every kernel, ready for any call: by name and receive copy that it gathers from."""
+    """Every kernel, ready for any call: by name and part of `recv` that it gathers from."""
     symm, scratch, plan, sizes = work.symm, work.scratch, work.plan, work.sizes
     constants: dict[str, Any] = dict(
-        returned=symm.view("returned"),
+        returned=symm.view("returned"), zeros=work.zeros,
         dscores=work.dscores, done=scratch.done, tickets=scratch.tickets, summed=scratch.summed,
         epoch=symm.epoch, error=symm.error, peers=symm.peers,
         sums_offset=symm.regions["sums"].offset, dscores_offset=symm.regions["dscores"].offset,
@@ -301,19 +297,19 @@ def _launches(work: Workspace) -> dict[tuple[str, int], Launch]:
         ep_size=sizes.ep_size, top_k=plan.top_k, max_rows=sizes.rows, subs=symm.view("returned").shape[1],
     )  # fmt: skip
     return {
-        (name, copy): Launch(
-            name, plan.device, recv=symm.view("recv")[copy], landed=symm.view("landed")[copy], **constants
+        (name, part): Launch(
+            name, plan.device, recv=symm.view("recv")[part], landed=symm.view("landed")[part], **constants
         )
         for name in cuda.KERNELS
-        for copy in range(copies_of(plan.keep))
+        for part in (X, DY)
     }
 
 
-def _launch(work: Workspace, name: str, tables: Tables, *, copy: int = 0, **fields: Any) -> None:
+def _launch(work: Workspace, name: str, tables: Tables, *, part: int = X, **fields: Any) -> None:
     """Runs a kernel on the routing of `tables` and the fields of this call: each call of a kernel sets the same."""
     with phase(name):
         timeout_ns = work.symm.timeout_seconds * 10**9
-        work.launches[name, copy](timeout_ns=timeout_ns, **tables.addresses, **fields)
+        work.launches[name, part](timeout_ns=timeout_ns, **tables.addresses, **fields)
 
 
 BACKEND = FusedBackend()

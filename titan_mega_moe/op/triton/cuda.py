@@ -26,6 +26,7 @@ KERNELS = {
     "gate_up_backward": 1,
     "weight_grad_gate_up": 1,
     "weight_grad_down": 1,
+    "combine_rest": 2,
     "combine": 2,
 }
 
@@ -34,8 +35,8 @@ class Params(ctypes.Structure):
     """gemm.cu's `Params`, field for field."""
 
     _fields_ = [
-        *[(name, ctypes.c_uint64 * 16) for name in ("a0", "a1", "b0", "b1", "c0", "c1", "sorted")],
-        *[(name, ctypes.c_uint64) for name in ("own", "recv")],
+        *[(name, ctypes.c_uint64 * 16) for name in ("a0", "a1", "b0", "b1", "c0", "c1")],
+        *[(name, ctypes.c_uint64) for name in ("own", "recv", "zeros")],
         *[(name, ctypes.c_uint64) for name in ("rows", "scores", "tiles", "num_tiles", "expert_rows")],
         *[(name, ctypes.c_uint64) for name in ("gate_up", "dscores", "done", "landed", "epoch", "error")],
         *[

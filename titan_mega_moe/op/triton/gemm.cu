@@ -15,17 +15,17 @@
 //   DOWN            o[R,D]                  sh                      w2 [e,D,F]           F     none; counts tiles
 //   DOWN_BWD        dg,du[R,F]              dy gathered             w2 [e,D,F] ^T        D     SwiGLU's derivative
 //   GATE_UP_BWD     dx[R,D]                 dg then du              w1 then w3 ^T        2F    none; counts tiles
-//   DW13            dw1,dw3 [e,F,D]         dg^T or du^T            x sorted             rows  none
-//   DW2             dw2 [e,D,F]             dy^T sorted             sh                   rows  none
+//   DW13            dw1,dw3 [e,F,D]         x^T gathered            dg or du             rows  transposed
+//   DW2             dw2 [e,D,F]             dy^T gathered           sh                   rows  none
 //
 // Gathered rows go through cp.async, all else through TMA. Tiles with rows of a peer wait, in the producer only, for
-// that peer's flag, set after its rows landed. The gathered rows also leave a copy in sorted order, for the weight
-// gradients, from the shared-memory stages: column block n stores every tiles_n-th step.
-// Where the producer is one thread, its group's other three warps combine: sum a token's rows of this rank. Tokens are
-// handed out by counters, so the work goes on from kernel to kernel without a seam:
+// that peer's flag, set after its rows landed.
+// In DOWN and GATE_UP_BWD the producer is one thread, and its group's other three warps combine: sum a token's rows of
+// this rank. Tokens are handed out by counters, so the work goes on from kernel to kernel without a seam:
 //   DOWN, GATE_UP_BWD      take the peers' tiles first, so that these warps can sum the peers' tokens as soon as their
 //                          tiles are done, and store the sums to the peers; they stop when the block's tiles are done
-//   combine, DW13          do what is left of that, then this rank's own tokens, adding what the peers sent
+//   combine_rest           does what is left of that in a backward, before the weight gradients
+//   combine                the same in a forward; then this rank's own tokens, adding what the peers sent
 
 typedef unsigned char u8;
 typedef unsigned int u32;
@@ -40,14 +40,15 @@ constexpr int BOX = 64;                // columns of one 128-byte swizzled box
 constexpr int BOX_BYTES = 16 * BOX * 2;  // a warp's 16 rows of one output box
 constexpr int STAGING = STAGES * STAGE_BYTES, BARRIERS = STAGING + 8 * 2 * BOX_BYTES, STOP = BARRIERS + 2 * 8 * STAGES;
 constexpr int SUB = 1024;    // tokens whose sums share a flag
-constexpr int TICKET = 4;    // tokens a warp takes at a time
+constexpr int TICKET = 4;    // tokens of a peer that a warp takes at a time
 
 struct __align__(64) TensorMap { u64 words[16]; };
 
 struct Params {
-    TensorMap a0, a1, b0, b1, c0, c1, sorted;
+    TensorMap a0, a1, b0, b1, c0, c1;
     const u8* own;           // [T, D] bf16: this rank's x or dy
     const u8* recv;          // [EP, t_max, D] bf16: the peers'
+    const u8* zeros;         // [D] bf16
     const int* rows;         // [R] source rank * t_max + token, or -1
     const float* scores;     // [R] router scores, 0 where a row pads
     const int4* tiles;       // expert, first row, valid rows, chunk
@@ -146,10 +147,8 @@ DEVICE void load_shared(u32 (&v)[4], u32 address) {
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(address));
 }
 
-// 16 bytes from global to shared memory; bytes = 0 writes zeros.
-DEVICE void copy16(u32 dst, const u8* src, u32 bytes) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(bytes) : "memory");
-}
+// 16 bytes from global to shared memory.
+DEVICE void copy16(u32 dst, const u8* src) { asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(dst), "l"(src) : "memory"); }
 DEVICE void copy_arrive(u32 bar) { asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory"); }
 
 DEVICE void wgmma_arrive() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -250,13 +249,14 @@ DEVICE void wait_flag(const u32* flag, u32 wanted, int phase, int distance, u32*
 template <int MODE>
 struct Shape {
     static constexpr bool WEIGHT = MODE == DW13 || MODE == DW2;
-    static constexpr bool GATHER = MODE == GATE_UP || MODE == DOWN_BWD;
+    static constexpr bool SWIGLU = MODE == GATE_UP || MODE == DOWN_BWD;
+    static constexpr bool GATHER = SWIGLU || WEIGHT;
     static constexpr u32 TMA_BYTES = GATHER ? B_BYTES : STAGE_BYTES;
     static constexpr int PRODUCER_REGISTERS = GATHER ? 56 : 72, CONSUMER_REGISTERS = GATHER ? 224 : 216;
     static constexpr bool B_MN = WEIGHT || MODE == DOWN_BWD || MODE == GATE_UP_BWD;
     static constexpr bool DESCENDING = MODE == DOWN || MODE == GATE_UP_BWD;  // peers' rows first: their sums travel
     // SwiGLU's epilogues need too many registers to run beside the next tile's products.
-    static constexpr bool DEFERS = !GATHER;
+    static constexpr bool DEFERS = !SWIGLU;
 };
 
 // What one tile multiplies: its expert, first row, columns and number of 64-deep steps; whether both blocks of the cluster
@@ -264,17 +264,17 @@ struct Shape {
 struct Tile { int expert, row, valid, chunk, n, m, steps, same_b; };
 
 // The tiles of a cluster's two blocks: one column block of two neighbours in the tile list, or of two row blocks of one
-// expert's weight gradient. Cluster c takes pairs c, c + clusters, ...
+// expert's weight gradient (DW13's transposed; dw1's column blocks, then dw3's). Cluster c takes pairs c, c + clusters, ...
 template <int MODE>
 struct Schedule {
     int tiles_n, tiles_m, total, count, first, stride, half;
     const Params& p;
     DEVICE Schedule(const Params& params) : first(blockIdx.x / 2), stride(gridDim.x / 2), half(cluster_rank()), p(params) {
-        int width = MODE == GATE_UP || MODE == DOWN_BWD || MODE == DW2 ? p.F : p.D;
+        int width = Shape<MODE>::WEIGHT || Shape<MODE>::SWIGLU ? p.F : p.D;
         int block = MODE == GATE_UP ? BN / 2 : BN;
-        tiles_n = (width + block - 1) / block;
+        tiles_n = (width + block - 1) / block * (MODE == DW13 ? 2 : 1);
         if (Shape<MODE>::WEIGHT) {
-            tiles_m = MODE == DW13 ? 2 * ((p.F + BM - 1) / BM) : (p.D + BM - 1) / BM;
+            tiles_m = (p.D + BM - 1) / BM;
             total = p.experts * ((tiles_m + 1) / 2) * tiles_n;
         } else {
             count = *p.num_tiles;
@@ -318,11 +318,11 @@ DEVICE uint4* kept_block(const Params& p, int row, int f_tiles, int f) {
     return p.gate_up + ((u64)(row / 64) * f_tiles + f) * 2048;
 }
 
-// Where the row of a padded row id lies; a row that only pads gets an address that nothing is read from.
+// Where row id (source rank * t_max + token) lies.
 DEVICE const u8* source_row(const Params& p, int id) {
     const int own = id - p.rank * p.t_max;
-    const bool is_own = id < 0 || (own >= 0 && own < p.t_max);
-    return (is_own ? p.own : p.recv) + (long long)(id < 0 ? 0 : is_own ? own : id) * p.D * 2;
+    const bool is_own = (u32)own < (u32)p.t_max;
+    return (is_own ? p.own : p.recv) + (u64)(u32)(is_own ? own : id) * (u32)(p.D * 2);
 }
 
 // Fills the stages: thread 0 through TMA, and where rows are gathered all 128 threads.
@@ -334,51 +334,81 @@ DEVICE void produce(const Params& p, u32 smem, const Schedule<MODE>& schedule) {
     const int f_tiles = (p.F + BM - 1) / BM;
     int confirmed = 0;
     u32 it = 0;
-    // A thread gathers 16-byte column (thread % 8) of rows thread / 8 + 16 j; rows that only pad become zeros.
-    int ids[8];
-    auto fetch_ids = [&](const Tile& t) {
+    // Until the rows of all sources up to that distance have landed.
+    auto await = [&](int chunk) {
+        if (chunk <= confirmed) return;
+        if (thread == 0)
+            for (int c = confirmed + 1; c <= chunk; ++c) wait_flag(p.landed + c, *p.epoch, DISPATCH, c, p.error, p.timeout_ns);
+        asm volatile("bar.sync 1, 128;" ::: "memory");
+        confirmed = chunk;
+    };
+    // A warp gathers 4 lines of 128 bytes at once, 8 lanes each, LINES in all. A line is a row of the tile; in a weight
+    // gradient it is half of one of this step's 64 rows. Rows that only pad are read from a row of zeros.
+    constexpr int LINES = (S::WEIGHT ? BK : BM) / 4;
+    const int warp = thread / 32, lane = lane_id(), line = warp * LINES + lane / 8;
+    const u32 line_offset = line * 128 + ((lane % 8 ^ line % 8) << 4);
+    auto row_at = [&](int id) { return id < 0 ? p.zeros : source_row(p, id); };
+    // SwiGLU's products gather the same rows in all steps of a tile: a lane keeps the addresses of its lines.
+    int ids[S::SWIGLU ? LINES / 4 : 1];
+    const u8* source[S::SWIGLU ? LINES / 4 : 1];
+    auto fetch = [&](const Tile& t) {
 #pragma unroll
-        for (int j = 0; j < 8; ++j) ids[j] = p.rows[t.row + thread / 8 + 16 * j];
+        for (int j = 0; j < LINES / 4; ++j) ids[j] = p.rows[t.row + line + 4 * j];
+    };
+    // A weight gradient's rows differ from step to step. Their ids are fetched for two steps at once, two to four steps
+    // ahead and over tiles' ends, and each lane makes the address of one row for its warp.
+    Tile ahead{};
+    int ahead_i = schedule.first, ahead_k = 0, column = 0;
+    u64 row = 0;
+    u32 second_half = 0;
+    auto fetch_ahead = [&] {
+        while (ahead_i < schedule.total && ahead_k >= ahead.steps) {
+            ahead_i += schedule.stride;
+            ahead_k = 0;
+            if (ahead_i < schedule.total) ahead = schedule[ahead_i];
+        }
+        if (ahead_i >= schedule.total) return;
+        column = ahead.m * BM < p.D ? ahead.m * BM : 0;  // beyond D nothing is stored: anything will do
+        // Behind the last step nothing is defined, and nothing is read from there.
+        ids[0] = p.rows[ahead.row + (ahead_k + lane / LINES) * BK + warp * LINES + lane % LINES];
+        ahead_k += 2;
+    };
+    auto aim = [&] {
+        row = (u64)(row_at(ids[0]) + column * 2);
+        second_half = column + 64 < p.D ? 128 : 0;
     };
     Tile next{};
-    if (schedule.first < schedule.total) next = schedule[schedule.first];
-    if (S::GATHER && schedule.first < schedule.total) fetch_ids(next);
+    if (schedule.first < schedule.total) {
+        next = schedule[schedule.first];
+        if (S::SWIGLU) fetch(next);
+        if (MODE == DW13) await(p.ep_size - 1);
+    }
+    if (S::WEIGHT) {
+        ahead = next;
+        fetch_ahead();
+        aim();
+        fetch_ahead();
+    }
     for (int i = schedule.first; i < schedule.total; i += schedule.stride) {
         const Tile t = next;
-        const u8* source[8];
-        u32 present = 0;
-        if (S::GATHER) {
-            if (t.chunk > confirmed) {
-                if (thread == 0)
-                    for (int c = confirmed + 1; c <= t.chunk; ++c) wait_flag(p.landed + c, *p.epoch, DISPATCH, c, p.error, p.timeout_ns);
-                asm volatile("bar.sync 1, 128;" ::: "memory");
-                confirmed = t.chunk;
-            }
+        if (S::SWIGLU) {
+            await(t.chunk);
 #pragma unroll
-            for (int j = 0; j < 8; ++j) {
-                source[j] = source_row(p, ids[j]) + thread % 8 * 16;
-                present |= (u32)(ids[j] >= 0) << j;
-            }
+            for (int j = 0; j < LINES / 4; ++j) source[j] = row_at(ids[j]) + lane % 8 * 16;
         }
         if (i + schedule.stride < schedule.total) {
             next = schedule[i + schedule.stride];
-            if (S::GATHER) fetch_ids(next);
+            if (S::SWIGLU) fetch(next);
         }
         for (int k = 0; k < t.steps; ++k) {
             const u32 stage = it % STAGES, a = smem + stage * STAGE_BYTES, b = a + A_BYTES, bar = full + 8 * stage;
             barrier_wait(empty + 8 * stage, ((it / STAGES) & 1) ^ 1);
             if (thread == 0) {
                 barrier_expect(bar, S::TMA_BYTES);
-                const bool second = k * BK >= p.F;  // GATE_UP_BWD: du and w3
-                const int depth = k * BK - (second ? p.F : 0);
-                const bool up = MODE == DW13 && t.m >= f_tiles;
-                const int m = (t.m - (up ? f_tiles : 0)) * BM;
+                const bool second = MODE == DW13 ? t.n >= schedule.tiles_n / 2 : k * BK >= p.F;  // du, or du and w3
+                const int depth = k * BK - (second ? p.F : 0), of_n = t.n - (MODE == DW13 && second ? schedule.tiles_n / 2 : 0);
                 if (MODE == DOWN) tma_load(p.a0, a, bar, k * BK, t.row);
                 if (MODE == GATE_UP_BWD) tma_load(second ? p.a1 : p.a0, a, bar, depth, t.row);
-                if (S::WEIGHT) {
-#pragma unroll
-                    for (int c = 0; c < 2; ++c) tma_load(up ? p.a1 : p.a0, a + 8192 * c, bar, m + 64 * c, t.row + k * BK);
-                }
                 // Half h of B; where both blocks want the same, each fetches one half for both.
                 auto load_b = [&](int h, bool both) {
                     const u32 dst = b + h * (B_BYTES / 2);
@@ -386,10 +416,11 @@ DEVICE void produce(const Params& p, u32 smem, const Schedule<MODE>& schedule) {
                     if (MODE == DOWN) tma_load(p.b0, dst, bar, k * BK, t.n * BN + h * 128, t.expert, both);
 #pragma unroll
                     for (int c = 0; S::B_MN && c < 2; ++c) {
-                        const int column = t.n * BN + h * 128 + 64 * c;
-                        if (MODE == DOWN_BWD) tma_load(p.b0, dst + 8192 * c, bar, column, k * BK, t.expert, both);
-                        if (MODE == GATE_UP_BWD) tma_load(second ? p.b1 : p.b0, dst + 8192 * c, bar, column, depth, t.expert, both);
-                        if (S::WEIGHT) tma_load(p.b0, dst + 8192 * c, bar, column, t.row + k * BK, both);
+                        const int n = of_n * BN + h * 128 + 64 * c;
+                        if (MODE == DOWN_BWD) tma_load(p.b0, dst + 8192 * c, bar, n, k * BK, t.expert, both);
+                        if (MODE == GATE_UP_BWD) tma_load(second ? p.b1 : p.b0, dst + 8192 * c, bar, n, depth, t.expert, both);
+                        if (MODE == DW2) tma_load(p.b0, dst + 8192 * c, bar, n, t.row + k * BK, both);
+                        if (MODE == DW13) tma_load(second ? p.b1 : p.b0, dst + 8192 * c, bar, n, t.row + k * BK, both);
                     }
                 };
                 if (t.same_b) {
@@ -400,10 +431,22 @@ DEVICE void produce(const Params& p, u32 smem, const Schedule<MODE>& schedule) {
                 }
             }
             if (S::GATHER) {
-                const u32 dst = a + (thread / 8) * 128 + (((thread % 8) ^ (thread / 8 % 8)) << 4);
 #pragma unroll
-                for (int j = 0; j < 8; ++j) copy16(dst + j * 2048, source[j] + k * BK * 2, present >> j & 1 ? 16 : 0);
+                for (int j = 0; j < LINES / 4; ++j) {
+                    const u32 dst = (a + line_offset + j * 512) ^ (j % 2 * 64);  // lines 4 apart differ in the swizzle
+                    if (S::SWIGLU) {
+                        copy16(dst, source[j] + k * BK * 2);
+                    } else {
+                        const u8* from = (const u8*)__shfl_sync(~0u, row, k % 2 * LINES + 4 * j + lane / 8) + lane % 8 * 16;
+                        copy16(dst, from);
+                        copy16(dst + 8192, from + second_half);
+                    }
+                }
                 copy_arrive(bar);
+                if (S::WEIGHT && (k % 2 || k + 1 == t.steps)) {
+                    aim();
+                    fetch_ahead();
+                }
             }
             ++it;
         }
@@ -422,6 +465,8 @@ DEVICE void produce(const Params& p, u32 smem, const Schedule<MODE>& schedule) {
     // Copies still in flight must land before the block's shared memory is gone.
     if (S::GATHER) asm volatile("cp.async.wait_all;" ::: "memory");
 }
+
+DEVICE void group_sync(int group) { asm volatile("bar.sync %0, 128;" ::"r"(2 + group) : "memory"); }
 
 // A warp's output leaves in boxes of 16 rows x 64 columns: stmatrix into one of two staging buffers, then a TMA store.
 struct Writer {
@@ -450,9 +495,29 @@ struct Writer {
             store_commit();
         }
     }
+    // A group's 64 rows x 64 columns, transposed: its warps fill one box together.
+    template <class Words, class Store>
+    DEVICE void transposed_box(int group, Words words, Store store) {
+        const int lane = lane_id(), warp = threadIdx.x / 32 % 4;
+        const bool first = threadIdx.x % 128 == 0;
+        const u32 base = staging - warp * 2 * BOX_BYTES + (count++ & 1) * 4 * BOX_BYTES;
+        if (first) store_wait_read<1>();
+        group_sync(group);
+#pragma unroll
+        for (int j = 0; j < 8; j += 2) {
+            const int line = 8 * (j + lane / 16) + lane % 8, unit = 2 * warp + lane / 8 % 2;
+            asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(base + line * 128 + ((unit ^ (line & 7)) << 4)),
+                         "r"(words(j, 0)), "r"(words(j, 1)), "r"(words(j + 1, 0)), "r"(words(j + 1, 1))
+                         : "memory");
+        }
+        fence_async();
+        group_sync(group);
+        if (first) {
+            store(base);
+            store_commit();
+        }
+    }
 };
-
-DEVICE void group_sync(int group) { asm volatile("bar.sync %0, 128;" ::"r"(2 + group) : "memory"); }
 
 // The finished products of a tile, rounded to bf16, on their way out while the next tile is multiplied. Register
 // layout of wgmma: word 2 j + h holds columns 8 j + 2 (lane % 4) + {0, 1} of row lane / 4 + 8 h of the warp's 16.
@@ -529,15 +594,18 @@ struct Held {
                 if (lane_id() % 4 == 0) p.dscores[(u64)(4 * n + C) * p.max_rows + row + lane_id() / 4 + 8 * h] = sums[h];
             }
         } else {
-            const int column = n * BN + C * BOX;
-            const bool up = MODE == DW13 && m >= f_tiles;
-            const int first = (m - (up ? f_tiles : 0)) * BM + group * 64 + warp * 16;
-            if (column < (MODE == DW2 ? p.F : p.D))
-                writer.box([&](int j, int h) { return words[16 * C + 2 * j + h]; },
-                           [&](u32 from) {
-                               if (Shape<MODE>::WEIGHT) tma_store(up ? p.c1 : p.c0, from, column, first, expert);
-                               else tma_store(p.c0, from, column, row);
-                           });
+            auto of_step = [&](int j, int h) { return words[16 * C + 2 * j + h]; };
+            const int n_tiles = (p.F + BN - 1) / BN;
+            const bool up = MODE == DW13 && n >= n_tiles;
+            const int column = (up ? n - n_tiles : n) * BN + C * BOX, first = m * BM + group * 64;
+            if (column >= (Shape<MODE>::WEIGHT ? p.F : p.D)) return;
+            if (MODE == DW13)
+                writer.transposed_box(group, of_step, [&](u32 from) { tma_store(up ? p.c1 : p.c0, from, first, column, expert); });
+            else
+                writer.box(of_step, [&](u32 from) {
+                    if (MODE == DW2) tma_store(p.c0, from, column, first + warp * 16, expert);
+                    else tma_store(p.c0, from, column, row);
+                });
         }
     }
 };
@@ -583,7 +651,7 @@ DEVICE void consume(const Params& p, u32 smem, const Schedule<MODE>& schedule) {
         if (i + schedule.stride < schedule.total) next = schedule[i + schedule.stride];
         const bool active = S::WEIGHT || t.valid > group * 64;
         float scores[2];
-        if (S::GATHER) {
+        if (S::SWIGLU) {
             const float* at = p.scores + t.row + group * 64 + warp * 16 + lane / 4;
             scores[0] = at[0], scores[1] = at[8];
         }
@@ -604,29 +672,17 @@ DEVICE void consume(const Params& p, u32 smem, const Schedule<MODE>& schedule) {
                     wgmma_m64n256k16<S::WEIGHT, S::B_MN>(acc, a + j * (S::WEIGHT ? 128 : 2), b + j * (S::B_MN ? 128 : 2), k > 0 || j > 0);
                 wgmma_commit();
                 ++it;
-                const bool leave = S::GATHER && p.keep && k % schedule.tiles_n == t.n;
-                if (leave && thread == 1) {
-                    tma_store(p.sorted, at, k * BK, t.row + group * 64);
-                    store_commit();
-                }
                 if (S::DEFERS) step_out(k);
                 // By then the stores are through, and there are products to hide the release behind.
                 if (S::DESCENDING && k == 7) report();
                 if (k > 0) {
                     wgmma_wait<1>();
-                    if (thread == 1) {
-                        // The last stage may still be read by its sorted store.
-                        if (S::GATHER && p.keep) leave ? store_wait_read<1>() : store_wait_read<0>();
-                        release(last);
-                    }
+                    if (thread == 1) release(last);
                 }
                 last = stage;
             }
             wgmma_wait<0>();
-            if (t.steps > 0 && thread == 1) {
-                if (S::GATHER && p.keep) store_wait_read<0>();
-                release(last);
-            }
+            if (t.steps > 0 && thread == 1) release(last);
         } else {
             for (int k = 0; k < t.steps; ++k) {
                 const u32 stage = it % STAGES;
@@ -740,13 +796,10 @@ DEVICE int take_ticket(u32* counter) {
     return __shfl_sync(~0u, ticket, 0);
 }
 
-// This lane's slot's row of each of a ticket's tokens, or -1.
-DEVICE void rows_of_ticket(const Params& p, int (&rows)[TICKET], int source, int first) {
-#pragma unroll
-    for (int q = 0; q < TICKET; ++q) {
-        const bool there = first + q < p.tokens[source] && lane_id() < p.top_k;
-        rows[q] = there ? p.row_of[((u64)source * p.t_max + first + q) * p.top_k + lane_id()] : -1;
-    }
+// The row of this lane's slot of a token, or -1.
+DEVICE int row_of(const Params& p, int source, int token) {
+    const bool there = token < p.tokens[source] && lane_id() < p.top_k;
+    return there ? p.row_of[((u64)source * p.t_max + token) * p.top_k + lane_id()] : -1;
 }
 
 // Tokens that hand out tickets: a rank without tokens has one ticket, so that its sums too are awaited and returned.
@@ -780,7 +833,8 @@ DEVICE void combine_peers(const Params& p, volatile u32* stop) {
         }
         u8* peer = (u8*)p.peers[source];
         int rows[TICKET];
-        rows_of_ticket(p, rows, source, first);
+#pragma unroll
+        for (int q = 0; q < TICKET; ++q) rows[q] = row_of(p, source, first + q);
 #pragma unroll
         for (int q = 0; q < TICKET; ++q) {
             if (!__any_sync(~0u, rows[q] >= 0)) continue;
@@ -805,35 +859,29 @@ DEVICE void combine_own(const Params& p) {
     const u8* mine = (const u8*)p.peers[p.rank];
     int returned = -1;  // the sub whose sums are known to be here
     for (;;) {
-        const int first = take_ticket(p.tickets) * TICKET;
-        if (first >= at_least_one(tokens)) return;
-        int rows[TICKET];
-        rows_of_ticket(p, rows, p.rank, first);
-        if (first / SUB != returned) {
-            returned = first / SUB;
+        const int t = take_ticket(p.tickets);
+        if (t >= at_least_one(tokens)) return;
+        if (t / SUB != returned) {
+            returned = t / SUB;
             for (int c = 1; c < p.ep_size; ++c) wait_flag(p.returned + c * p.subs + returned, *p.epoch, COMBINE, c, p.error, p.timeout_ns);
         }
-#pragma unroll 1
-        for (int q = 0; q < TICKET; ++q) {
-            const int t = first + q;
-            if (t >= tokens) break;
-            const int row = q == 0 ? rows[0] : q == 1 ? rows[1] : q == 2 ? rows[2] : rows[3];
-            const int id = lane < p.top_k ? (int)p.ids[(u64)t * p.top_k + lane] : -1;
-            const int owner = id < 0 || id >= p.experts * p.ep_size ? p.rank : id / p.experts;
-            const u32 owners = __reduce_or_sync(~0u, 1u << owner);
-            sum_token(p, row, p.out + (u64)t * p.D * 2, [&](float(&sum)[16], int column, bool first, bool second) {
-                for (int c = 1; c < p.ep_size; ++c) {
-                    const int source = (p.rank + c) % p.ep_size;
-                    if (!(owners >> source & 1)) continue;
-                    uint4 v[2];
-                    get_row(v, mine + p.sums_offset + (((u64)source * p.t_max + t) * p.D + column) * 2, first, second);
-                    add_row(sum, v);
-                }
-            });
-            if (p.backward && lane < p.top_k)
-                p.dscores_out[(u64)t * p.top_k + lane] =
-                    row >= 0 ? dscore(p, row) : id < 0 ? 0.f : ((const float*)(mine + p.dscores_offset))[t * p.top_k + lane];
-        }
+        if (t >= tokens) return;
+        const int row = row_of(p, p.rank, t);
+        const int id = lane < p.top_k ? (int)p.ids[(u64)t * p.top_k + lane] : -1;
+        const int owner = id < 0 || id >= p.experts * p.ep_size ? p.rank : id / p.experts;
+        const u32 owners = __reduce_or_sync(~0u, 1u << owner);
+        sum_token(p, row, p.out + (u64)t * p.D * 2, [&](float(&sum)[16], int column, bool first, bool second) {
+            for (int c = 1; c < p.ep_size; ++c) {
+                const int source = (p.rank + c) % p.ep_size;
+                if (!(owners >> source & 1)) continue;
+                uint4 v[2];
+                get_row(v, mine + p.sums_offset + (((u64)source * p.t_max + t) * p.D + column) * 2, first, second);
+                add_row(sum, v);
+            }
+        });
+        if (p.backward && lane < p.top_k)
+            p.dscores_out[(u64)t * p.top_k + lane] =
+                row >= 0 ? dscore(p, row) : id < 0 ? 0.f : ((const float*)(mine + p.dscores_offset))[t * p.top_k + lane];
     }
 }
 
@@ -855,16 +903,8 @@ DEVICE void run(const Params& p) {
     const Schedule<MODE> schedule(p);
     if (threadIdx.x < 128) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::PRODUCER_REGISTERS));
-        const int warp = threadIdx.x / 32 - 1;
-        if (S::GATHER || threadIdx.x == 0) {
-            produce<MODE>(p, smem, schedule);
-        } else if (warp >= 0) {
-            if (S::DESCENDING) combine_peers(p, (volatile u32*)(shared + STOP));
-            if (MODE == DW13) {
-                combine_peers(p, nullptr);
-                combine_own(p);
-            }
-        }
+        if (S::GATHER || threadIdx.x == 0) produce<MODE>(p, smem, schedule);
+        else if (threadIdx.x >= 32) combine_peers(p, (volatile u32*)(shared + STOP));
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::CONSUMER_REGISTERS));
         consume<MODE>(p, smem, schedule);
@@ -883,6 +923,7 @@ KERNEL(gate_up_backward, GATE_UP_BWD)
 KERNEL(weight_grad_gate_up, DW13)
 KERNEL(weight_grad_down, DW2)
 
+extern "C" __global__ void __launch_bounds__(384, 2) combine_rest(const __grid_constant__ Params p) { combine_peers(p, nullptr); }
 extern "C" __global__ void __launch_bounds__(384, 2) combine(const __grid_constant__ Params p) {
     combine_peers(p, nullptr);
     combine_own(p);

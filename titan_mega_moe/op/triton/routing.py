@@ -3,6 +3,7 @@
 Five kernels, no host synchronisation, no shape that depends on the routing:
 
     publish  this rank's expert ids and scores to every rank's symmetric buffer, then a flag; begins the call's epoch
+             (in a backward, which routes as its forward did, `begin` raises the flag alone)
     count    per (local expert, block of entries): how many; waits for the flags
     scan     per local expert: where each block's rows start, and where each source's
     tiles    the tile list, ascending by chunk; the rows that only pad
@@ -137,9 +138,40 @@ def _begin_epoch(epoch, counters, number, PAD: tl.constexpr):
 
 
 @triton.jit
-def begin(epoch, counters, number, PAD: tl.constexpr):
-    """A call that needs no routing (the backward) begins."""
+def begin(peers, routed_offset, epoch, counters, number, rank, EP: tl.constexpr, PAD: tl.constexpr):
+    """A call that needs no routing (the backward) begins, and every rank is told."""
+    for d in tl.static_range(EP):
+        flag = _pointer(peers, (rank + d) % EP, routed_offset, tl.int32) + (EP - d) % EP
+        tl.atomic_xchg(flag, tl.load(epoch) + 1, sem="release", scope="sys")
+    tl.debug_barrier()  # the epoch has been read
     _begin_epoch(epoch, counters, number, PAD)
+
+
+@triton.jit
+def _wait(flag, wanted, error, polls):
+    """The flag's value, at least `wanted` unless the time is over or something else went wrong."""
+    seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+    turns = 0
+    while (seen < wanted) & (turns < polls):
+        if turns % 4096 == 0:
+            polls = tl.where(tl.load(error, volatile=True) == 0, polls, 0)  # after an error nothing waits
+        seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+        turns += 1
+    return seen
+
+
+@triton.jit(do_not_specialize=["polls"])
+def meet(routed, epoch, error, polls):
+    """Grid (EP - 1): until the peer at that distance has begun this call. It has ended the one before by then, and
+    rows may be sent to it."""
+    d = tl.program_id(0) + 1
+    wanted = tl.load(epoch)
+    seen = _wait(routed + d, wanted, error, polls)
+    if seen < wanted:
+        tl.store(error + 1, d)
+        tl.store(error + 2, wanted)
+        tl.store(error + 3, seen)
+        tl.store(error, 6)  # START
 
 
 @triton.jit(do_not_specialize=["T"], do_not_specialize_on_alignment=["ids", "scores"])
@@ -192,13 +224,7 @@ def count(
     d = tl.program_id(1)
     source = (rank + d) % EP
     wanted = tl.load(epoch)
-    seen = tl.atomic_add(routed + d, 0, sem="acquire", scope="sys")
-    turns = 0
-    while (seen < wanted) & (turns < polls):
-        if turns % 4096 == 0:
-            polls = tl.where(tl.load(error, volatile=True) == 0, polls, 0)  # after an error nothing waits
-        seen = tl.atomic_add(routed + d, 0, sem="acquire", scope="sys")
-        turns += 1
+    seen = _wait(routed + d, wanted, error, polls)
     too_many = tl.load(tokens + source) > t_max
     if (seen < wanted) | too_many:
         tl.store(error + 1, d)
@@ -328,7 +354,17 @@ def _run(scratch: Scratch, kernel: Any, grid: tuple[int, ...], *args: Any) -> No
 def begin_call(buffer: SymmBuffer, scratch: Scratch) -> None:
     """Begins a call that needs no routing."""
     number = len(scratch.counters)
-    _run(scratch, begin, (1,), buffer.epoch, scratch.counters, number, triton.next_power_of_2(number))
+    _run(
+        scratch, begin, (1,),
+        buffer.peers, buffer.regions["routed"].offset, buffer.epoch, scratch.counters, number, buffer.rank,
+        buffer.ep_size, triton.next_power_of_2(number),
+    )  # fmt: skip
+
+
+def meet_peers(buffer: SymmBuffer, scratch: Scratch) -> None:
+    """Waits, on the device's current stream, until every peer has begun this call."""
+    polls = _POLLS_PER_SECOND * buffer.timeout_seconds
+    _run(scratch, meet, (buffer.ep_size - 1,), buffer.view("routed"), buffer.epoch, buffer.error, polls)
 
 
 def announce(buffer: SymmBuffer, scratch: Scratch, sizes: Sizes, ids_TK: torch.Tensor, scores_TK: torch.Tensor) -> None:
