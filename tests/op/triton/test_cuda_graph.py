@@ -50,7 +50,7 @@ def test_a_replay_gives_the_bits_of_an_eager_call(keep):
     with profiled as profile, torch.cuda.graph(graph):
         captured = step()
     named = {e.name.removeprefix("mega_moe::") for e in profile.events() if e.name.startswith("mega_moe::")}
-    assert named == {"forward", "backward", "routing", "dispatch", *KERNELS}
+    assert named == {"forward", "backward", "routing", *KERNELS} - {"combine_rest"}  # without peers no dispatch either
     for seed in (1, 2, 1):
         put(seed)
         graph.replay()
