@@ -67,6 +67,8 @@ def test_every_command_is_a_module_with_main():
             ["train", str(DEBUG), "--training.global_batch_size", "3"],
             "[training] global_batch_size: 3 is no multiple",
         ),
+        (["train", str(DEBUG), "--device.ranks", "100000"], "[device] ranks: 100000 are too many for this machine"),
+        (["train", str(DEBUG), "--comm.mode", "fake_backend"], "[comm] mode: 'fake_backend' plays one rank"),
         (["train", str(DEBUG), "--training.disable_cuda_graphs", "false"], "[training] disable_cuda_graphs"),
         (
             ["train", str(DEBUG), "--dump_folder", "/dev/null/x"],
@@ -221,6 +223,35 @@ def until(condition, seconds):
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.1)
     return condition()
+
+
+LISTENING = (
+    "import os, sys, time; from titan_mega_moe import stop; stop.listen(stop.SIGNALS[:1])\n"
+    "open(os.path.join({folder!r}, os.environ['RANK']), 'w').write(str(os.getpid()))\n"
+    "while stop.received() is None or {deaf}: time.sleep(0.1)\n"
+    "time.sleep(int(os.environ['RANK'])); sys.exit({code})"
+)
+
+
+@pytest.mark.parametrize(
+    "numbers, deaf, ends, code",
+    [
+        ([signal.SIGUSR1], False, "75", 75),
+        ([signal.SIGTERM], False, "128 + stop.received()", 143),  # as without checkpoints
+        ([signal.SIGINT, signal.SIGINT], True, "0", 130),
+    ],
+)
+def test_a_signal_reaches_the_ranks_and_the_exit_code_is_what_they_made_of_it(numbers, deaf, ends, code, tmp_path):
+    arguments = (["-c", LISTENING.format(folder=str(tmp_path), deaf=deaf, code=ends)], 2, str(tmp_path / "logs"))
+    body = f"import sys; from titan_mega_moe.launch import launch; sys.exit(launch(*{arguments!r}))"
+    launcher = subprocess.Popen([sys.executable, "-c", body], stderr=subprocess.PIPE, text=True)
+    assert until(lambda: all((tmp_path / rank).exists() for rank in "01"), 120)
+    for number in numbers:
+        time.sleep(0.5)
+        os.kill(launcher.pid, number)
+    name = numbers[0].name
+    said = [f"{name}: stopping after this step; Ctrl-C twice stops at once", f"stopped by {name}"]
+    assert launcher.communicate(timeout=60)[1].splitlines() == said and launcher.returncode == code
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

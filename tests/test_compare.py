@@ -1,17 +1,23 @@
 """The README's first command as a user runs it, and what `compare` does with input that cannot work."""
 
+import contextlib
 import json
 import os
 import re
+import signal
 import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 
 from tests.test_traces import ranges_of
-from titan_mega_moe import cli
+from titan_mega_moe import cli, config, report
+from titan_mega_moe import compare as comparison
 
 ROOT = Path(__file__).parents[1]
 SIDES = ("mega_moe", "upstream")
@@ -130,10 +136,10 @@ def test_the_files_of_the_report_hold_what_the_training_processes_recorded(shipp
 @pytest.mark.timeout(600)
 def test_wrong_gradients_and_a_side_that_dies_end_with_1_and_are_named(tmp_path):
     """Ranks that import the file below get a reference backend whose gradient of w2 is 1.5 times too large, and those
-    of upstream's side an error in the third step; what they did before is kept.
+    of upstream's side lose one in the second step; what they did before is kept.
     """
     (tmp_path / "sitecustomize.py").write_text(
-        "import sys\n"
+        "import os, sys\n"
         "if 'train' in sys.argv or any('ranks' in a for a in sys.argv) or '-m' in sys.orig_argv:\n"
         "    from titan_mega_moe.op import reference\n"
         "    backward = reference.BACKEND.__class__.backward\n"
@@ -146,7 +152,9 @@ def test_wrong_gradients_and_a_side_that_dies_end_with_1_and_are_named(tmp_path)
         "    from torchtitan.trainer import Trainer\n"
         "    step = Trainer.train_step\n"
         "    def fail(self, batches):\n"
-        "        if self.step == 2: raise ValueError('lost a wheel')\n"
+        "        if self.step == 2 and os.environ['RANK'] == '1':\n"
+        "            print('lost a wheel', file=sys.stderr, flush=True)\n"
+        "            os.kill(os.getpid(), 9)\n"
         "        return step(self, batches)\n"
         "    Trainer.train_step = fail\n"
     )
@@ -162,7 +170,7 @@ def test_wrong_gradients_and_a_side_that_dies_end_with_1_and_are_named(tmp_path)
     said = re.search(r"the gradient of (\S+) differs from upstream's by a relative (\S+) at step (\d)", done.stdout)
     # Half of the norm, or of a sum if that is larger.
     assert said and said[1].endswith("w2_EDF") and float(said[2]) >= 0.48 and said[3] == "1"
-    assert "upstream did not finish:" in done.stdout and "lost a wheel" in done.stdout
+    assert "upstream did not finish:" in done.stdout and "lost a wheel | rank 1 was ended by SIGKILL" in done.stdout
     runs = json.loads((out / "report.json").read_text())["runs"]
     assert [len(run["steps"]) for run in runs] == [3, 1]
     split, none = (run["time_split"] for run in runs)
@@ -192,11 +200,27 @@ def test_wrong_gradients_and_a_side_that_dies_end_with_1_and_are_named(tmp_path)
         ([CONFIG, "--mega_moe.backend", "triton"], "cannot run on cpu"),
         ([CONFIG, "--trainning.steps", "3"], "training"),
         ([CONFIG, "--steps", "many"], "invalid whole number value: 'many'"),
-        ([CONFIG, "--steps", "0"], "0 is not above 0"),
-        ([CONFIG, "--tolerance", "-1"], "is not above 0"),
-        ([CONFIG, "--gradient-tolerance", "0"], "is not above 0"),
+        ([CONFIG, "--steps", "0"], "0 is no finite number above 0"),
+        *(
+            ([CONFIG, name, value], f"{value} is no finite number above 0")
+            for name in ("--tolerance", "--gradient-tolerance")
+            for value in ("-1", "0", "nan", "inf")
+        ),
+        *(
+            ([CONFIG, *args, value], f"[{args[-1][2:].replace('.', '] ')}: all sides would write to '{value}'")
+            for args, value in (
+                (["--checkpoint.enable", "--checkpoint.folder"], "/tmp/shared"),
+                (["--checkpoint.enable", "--checkpoint.folder"], "runs/../../shared"),
+                (["--checkpoint.enable", "--checkpoint.folder"], "gs://bucket/run"),
+                (["--metrics.save_tb_folder"], "/tmp/shared"),
+                (["--profile", "--profiler.save_traces_folder"], "../shared"),
+                (["--debug.save_config_file"], "/tmp/config.json"),
+            )
+        ),
+        ([CONFIG, "--comm.mode", "fake_backend"], "trains nothing"),
         ([CONFIG, "--profile", "--steps", "3"], "3 steps are too few, the profiler takes 4"),
         ([CONFIG, "--out", "titan_mega_moe"], "is not empty"),
+        ([CONFIG, "--out", "README.md"], "is no folder"),
         ([], "FILE"),
     ],
 )
@@ -205,6 +229,65 @@ def test_bad_input_ends_with_2_before_anything_runs(args, said, capsys, monkeypa
     assert cli.main(["compare", *args]) == 2
     shown = capsys.readouterr()
     assert said in shown.err and shown.err.count("\n") == 1 and "everything goes to" not in shown.out
+
+
+def test_comparisons_that_begin_at_once_have_folders_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(comparison.time, "strftime", lambda form: "now")
+    found = [comparison._new_folder(None, tmp_path / "compare", "mega_moe") for _ in range(3)]
+    assert [folder.name for folder in found] == ["now", "now-2", "now-3"]
+    out = tmp_path / "out"
+    out.mkdir()
+    # Another one takes the folder between the look and the claim.
+    monkeypatch.setattr(comparison.Path, "iterdir", lambda folder: (folder / "mega_moe").mkdir() or iter(()))
+    with pytest.raises(config.ConfigError, match=f"--out {out}: is no folder or is not empty"):
+        comparison._new_folder(out, tmp_path, "mega_moe")
+
+
+def test_what_a_run_left_in_the_folder_is_nothing_that_a_side_goes_on_from(tmp_path, monkeypatch):
+    """A finished run's last checkpoint holds the model alone, and would be refused by `train`."""
+    saved = tmp_path / "checkpoint" / "step-3"
+    dcp.save({"w": torch.ones(1)}, checkpoint_id=saved, no_dist=True)
+    began = []
+    monkeypatch.setattr(comparison, "_train", lambda *args: began.append(args[0]) or report.Run("x", error="died"))
+    monkeypatch.chdir(ROOT)
+    assert cli.main(["compare", CONFIG, "--checkpoint.enable", "--dump_folder", str(tmp_path)]) == 1
+    assert [side.name for side in began] == list(SIDES)
+
+
+def until(condition, seconds=120):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def processes(of):
+    """Ids of the processes with the folder `of` on their command line."""
+    commands = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            commands[int(entry.name)] = (entry / "cmdline").read_text()  # empty of one that has ended
+    return [pid for pid, command in commands.items() if str(of) in command]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.timeout(300)
+def test_a_signal_ends_a_comparison_with_a_report_of_what_there_is(tmp_path):
+    """The ranks save what they have, if the file says so, as those of `train`."""
+    out = tmp_path / "out"
+    long = ("--steps", "1000", "--checkpoint.enable", "--checkpoint.interval", "1000")
+    command = [sys.executable, "-m", "titan_mega_moe", "compare", CONFIG, "--out", str(out), *long, *SMALL]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as started:
+        until(lambda: len(report.read_run("", out / "mega_moe" / "records").steps) >= 2)
+        assert len(processes(out)) >= 4  # compare, train and its ranks
+        started.send_signal(signal.SIGTERM)
+        said = started.communicate(timeout=120)[0]
+    assert started.returncode == 143 and not processes(out)
+    stopped, never = json.loads((out / "report.json").read_text())["runs"]
+    assert (stopped["error"], never["error"]) == ("stopped by SIGTERM", "not started after SIGTERM")
+    assert "mega_moe did not finish: stopped by SIGTERM" in said and not (out / "upstream").exists()
+    saved = [folder.name for folder in (out / "mega_moe" / "checkpoint").iterdir()]
+    assert saved == [f"step-{stopped['steps'][-1]['step']}"]
 
 
 def test_under_torchrun_it_is_refused(capsys, monkeypatch):

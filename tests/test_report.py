@@ -56,8 +56,8 @@ def test_a_run_has_the_global_loss_and_the_worst_ranks_time_and_memory(tmp_path)
 
 
 def test_more_than_ten_ranks_keep_rank_0_first(tmp_path):
-    folder = write(tmp_path, [[line(1, float(rank), 1.0)] for rank in range(12)])
-    assert report.read_run("a", folder).steps[0].loss == 0.0
+    folder = write(tmp_path, [[line(1, 5.0, 1.0, norm=float(rank))] for rank in range(12)])
+    assert report.read_run("a", folder).steps[0].grad_norm == 0.0
 
 
 def test_lines_cut_short_validation_and_steps_that_not_all_ranks_reached_are_left_out(tmp_path):
@@ -98,7 +98,8 @@ def test_summary_leaves_the_warm_up_out_of_times_only():
         "expert_load": None,
         "rank_load": None,
     }
-    assert report.summary(Run("a", slow.steps[:2]))["median_seconds"] == 8.5
+    few = Run("a", slow.steps[:3])
+    assert [report.summary(few)[name] for name in ("median_seconds", "p95_seconds", "mfu")] == [None] * 3
 
 
 def test_differences_are_relative_to_the_other_side_and_where_both_have_the_step():
@@ -125,12 +126,20 @@ def test_a_disagreement_is_told_with_its_step_and_a_dead_side_with_its_error():
     assert lines == [
         "deepep did not finish: no such GPU",
         "losses differ from upstream's by a relative 1.0e-01 at step 2, more than the tolerance of 1.0e-02",
-        "mega_moe is 1.00 times as fast as upstream a step (90% interval 1.00 to 1.00, from 2 steps)",
+        "step times are not compared with upstream's: 0 were taken, without the first 3 steps, and it takes 5: give "
+        "--steps 8",
     ]
     good, lines = report.verdict(ours, [other], 0.2)
     assert good and lines[:1] == [
         "losses equal upstream's within a relative 1.0e-01 (step 2) over 2 steps; the tolerance is 2.0e-01"
     ]
+
+
+@pytest.mark.parametrize("losses", [[], [float("nan")], [float("inf")]])
+def test_sides_without_a_finite_loss_in_common_do_not_agree(losses):
+    """TorchTitan ends a training whose loss is not finite; had it not, or had nothing been recorded, it is no match."""
+    for ours, other in ((losses, losses), (losses, [5.0]), ([5.0], losses)):
+        assert not report.verdict(run("mega_moe", ours), [run("upstream", other)], 1e-2)[0]
 
 
 def test_the_tensor_whose_gradient_is_furthest_off_is_named_with_its_step():
@@ -162,6 +171,45 @@ def test_speed_is_a_ratio_of_medians_with_an_interval_around_it():
     fast = report.speed(ours, uneven)
     assert fast.ratio == 6.0 and 4.0 <= fast.low < 6.0 < fast.high <= 8.0
     assert report.speed(ours, Run("dead")) is None
+
+
+def test_steps_of_the_profiler_are_not_timed_and_few_steps_give_no_ratio():
+    """Ten times as long where the profiler was in it."""
+    ours, other = (
+        Run(name, [Step(i, 5.0, 1.0, s * (10 if 7 <= i <= 11 else 1), 1.0, 1.0, 0.5) for i in range(1, 14)])
+        for name, s in (("mega_moe", 0.5), ("upstream", 1.0))
+    )
+    for run in (ours, other):
+        run.disturbed = [*range(7, 12)]
+    assert [s.step for s in ours.timed()] == [4, 5, 6, 12, 13]
+    assert report.speed(ours, other) == report.Speed(2.0, 2.0, 2.0, 5)
+    assert report.summary(ours)["p95_seconds"] == 0.5
+    assert "mega_moe is 2.00 times as fast" in report.verdict(ours, [other], 1e-2)[1][-1]
+    assert "without the first 3 steps and those of the profiler" in report.caveats([ours, other])
+    other.steps = other.steps[:-1]
+    assert report.speed(ours, other) is None
+    assert report.verdict(ours, [other], 1e-2)[1][-1] == (
+        "step times are not compared with upstream's: 4 were taken, without the first 3 steps and those of the "
+        "profiler, and it takes 5: give --steps 13"
+    )
+
+
+def test_what_a_time_says_nothing_about_is_said(tmp_path):
+    ours, other = run("mega_moe", [5.0] * 23), run("upstream", [5.0] * 23)
+    assert "reference" not in report.verdict(ours, [other], 1e-2)[1][-1] + report.caveats([ours, other])
+    ours.reference = True
+    assert report.verdict(ours, [other], 1e-2)[1][-1].endswith("and says nothing of the fused one")
+    assert "no time here says anything about the fused one" in report.caveats([ours, other])
+    assert "all-to-all" not in report.caveats([ours, other])
+    ours.time_split, other.time_split = {"dispatch": 40.0, "combine": 60.0}, {"dispatch": 70.0, "other": 30.0}
+    report.write(tmp_path, ours, [other], 1e-2, {})
+    page = (tmp_path / "report.md").read_text()
+    assert "| upstream | 70.0 | - | 30.0 |" in page and "every all-to-all as dispatch, also the combine's" in page
+
+
+def test_a_pipelines_loss_is_its_last_stages(tmp_path):
+    folder = write(tmp_path, [[line(1, -2.0, 1.0)], [line(1, 7.0, 1.0)]])
+    assert report.read_run("a", folder).steps[0].loss == 7.0
 
 
 def test_the_step_table_has_every_sides_numbers_and_a_dash_where_one_ended():

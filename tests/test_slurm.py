@@ -137,7 +137,7 @@ PROGRAM = """
 import os, sys, time
 from titan_mega_moe import slurm, stop
 slurm.become_rank()
-stop.listen()
+stop.listen(stop.SIGNALS)
 rank = int(os.environ["RANK"])
 print("hello from", rank, flush=True)
 time.sleep(1)

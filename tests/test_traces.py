@@ -6,6 +6,7 @@ from collections import defaultdict
 
 import pytest
 import torch
+from torchtitan.tools.profiler import Profiler
 
 from titan_mega_moe import traces
 from titan_mega_moe.op import mega_moe
@@ -75,8 +76,28 @@ def test_an_operator_counts_without_those_that_it_calls(tmp_path):
     assert found == pytest.approx({"optimizer": 40 * 90 / 90, "experts": 30, "dispatch": 20, "idle": 10})
 
 
+def test_what_goes_on_after_the_operator_that_began_it_takes_nothing_from_the_next(tmp_path):
+    found = split(
+        tmp_path,
+        event("c10d::send", 0, 10, "cpu_op"),
+        event("gloo:send", 5, 95, "user_annotation"),
+        event("aten::_grouped_mm", 20, 80, "cpu_op"),
+    )
+    assert found == pytest.approx({"other": 10, "experts": 80, "idle": 10})
+
+
 def test_no_trace_is_none(tmp_path):
     assert traces.time_split(tmp_path) is None
+
+
+def test_the_profiler_is_in_the_steps_of_its_traces_and_in_the_next(tmp_path):
+    profiler = Profiler.Config(profiler_warmup=2, profiler_active=1)
+    assert traces.disturbed_steps(tmp_path, profiler) == []
+    for step in (10, 20):
+        folder = tmp_path / "iteration_9" / "profiling" / f"iteration_{step}"
+        folder.mkdir(parents=True)
+        (folder / "rank0_trace.json.gz").touch()
+    assert traces.disturbed_steps(tmp_path, profiler) == [8, 9, 10, 11, 18, 19, 20, 21]
 
 
 def test_a_phase_keeps_what_it_calls_and_the_time_between(tmp_path):

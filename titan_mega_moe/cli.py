@@ -25,8 +25,8 @@ def main(args: list[str] | None = None) -> int:
     launch.die_with_launcher()
     task = slurm.become_rank()
     name, *rest = (sys.argv[1:] if args is None else args) or ["--help"]
-    if name == "train" and task:
-        stop.listen()  # before the seconds that importing torch takes
+    if name == "train" and "RANK" in os.environ:
+        stop.listen(stop.SIGNALS if task else stop.SIGNALS[:1])  # before the seconds that importing torch takes
     if name in ("-h", "--help"):
         print(_usage())
         return 0

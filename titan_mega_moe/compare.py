@@ -5,7 +5,12 @@ of them.
 """
 
 import argparse
+import copy
+import itertools
+import math
+import operator
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -19,14 +24,24 @@ from typing import Any, NoReturn
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from titan_mega_moe import config, launch, planner, report, traces, train
+from titan_mega_moe import config, launch, planner, report, stop, traces, train
 from titan_mega_moe.config import ConfigError
 from titan_mega_moe.version import __version__
 
 TOLERANCE = 1e-2
 GRADIENT_TOLERANCE = 0.1
 _EPILOG = """Every other --section.key overrides that key of the file for all sides, as `train` takes it.
-Exit code: 0 the losses agree, 1 they differ by more than the tolerance or a side failed, 2 bad input."""
+Exit code: 0 the losses agree, 1 they differ by more than the tolerance or a side failed, 2 bad input,
+128 + a signal that stopped it, with a report of the steps until then."""
+# Folders that a training writes to, below its dump_folder unless they are absolute, and what has it write there.
+_FOLDERS = {
+    "checkpoint.folder": "checkpoint.enable",
+    "metrics.save_tb_folder": "metrics.enable_tensorboard",
+    "profiler.save_traces_folder": "profiler.enable_profiling",
+    "profiler.save_memory_snapshot_folder": "profiler.enable_memory_snapshot",
+    "comm.save_traces_folder": "comm.trace_buf_size",
+    "debug.save_config_file": "debug.save_config_file",
+}
 
 
 @dataclass(frozen=True)
@@ -55,21 +70,25 @@ def main(args: list[str]) -> int:
     if options.profile:
         overrides += _profiled(resolved.training.steps, resolved.profiler)
 
-    folder = _new_folder(options.out or Path(resolved.dump_folder) / "compare" / time.strftime("%Y%m%d-%H%M%S"))
+    folder = _new_folder(options.out, Path(resolved.dump_folder) / "compare", ours.name)
     console = Console()
     steps = resolved.training.steps
     console.print(f"{len(others) + 1} runs of {steps} steps; everything goes to {folder}", soft_wrap=True)
     settings = _settings(resolved, options.file, given)
     if options.against is None:
         console.print(f"deep_gemm: {settings['deep_gemm']}", highlight=False)
+    asked: list[signal.Signals] = []
     with ThreadPoolExecutor(1) as pool:
         planned = pool.submit(_planned, resolved, options.file, given)
-        runs = [_train(side, options.file, overrides, folder, steps, console) for side in (ours, *others)]
+        runs = [_train(side, options.file, overrides, folder, steps, console, asked) for side in (ours, *others)]
     settings["mega_moe planned GiB in use"] = planned.result()
-    if options.profile:
-        for run in runs:
+    for run in runs:
+        run.disturbed = traces.disturbed_steps(folder / run.name, resolved.profiler)
+        if options.profile:
             run.time_split = traces.time_split(folder / run.name)
-    return _report(runs, folder, options, settings, console)
+    runs[0].reference = settings["mega_moe backend"] == "reference"
+    code = _report(runs, folder, options, settings, console)
+    return 128 + asked[0] if asked else code
 
 
 class _Parser(argparse.ArgumentParser):
@@ -78,9 +97,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="titan-mega-moe compare", description=__doc__, epilog=_EPILOG, allow_abbrev=False
-    )
+    parser = _Parser(prog="titan-mega-moe compare", description=__doc__, epilog=_EPILOG, allow_abbrev=False)
     parser.add_argument("file", metavar="FILE", help="a TOML file, as `train` takes it")
     parser.add_argument(
         "--against",
@@ -112,8 +129,8 @@ def _parser() -> argparse.ArgumentParser:
 def _positive(kind: type) -> Any:
     def parse(text: str) -> Any:
         value = kind(text)
-        if value <= 0:
-            raise argparse.ArgumentTypeError(f"{text} is not above 0")
+        if not 0 < value < math.inf:
+            raise argparse.ArgumentTypeError(f"{text} is no finite number above 0")
         return value
 
     parse.__name__ = "whole number" if kind is int else "number"
@@ -161,8 +178,13 @@ def _sides(options: argparse.Namespace, overrides: list[str]) -> tuple[Side, lis
                 raise ConfigError(f"--against {side.name}: {error}") from None
     if not others:
         raise ConfigError(f"--against {options.against!r} names no layer: write for instance --against upstream")
+    resolved.profiler.enable_profiling |= options.profile
+    _check_folders(resolved, options.file)
     ranks = train.rank_count(resolved, options.file)
-    config.check_world(resolved, ranks, options.file)
+    # A side begins in a new folder: what a run left in dump_folder is nothing that it would go on from.
+    fresh = copy.copy(resolved)
+    fresh.dump_folder = str((options.out or Path(resolved.dump_folder) / "compare") / ours.name)
+    config.check_world(fresh, ranks, options.file)
     return ours, others, resolved
 
 
@@ -193,20 +215,55 @@ def _of(side: Side, overrides: list[str]) -> list[str]:
     return [*overrides, "--mega_moe.backend", side.backend]
 
 
-def _new_folder(folder: Path) -> Path:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.iterdir()):
-            raise ConfigError(f"--out {folder}: is not empty: give another folder, or empty that one")
-    except OSError as error:
-        raise ConfigError(f"--out {folder}: cannot be written: {error.strerror}") from None
-    return folder
+def _check_folders(resolved: Any, file: str) -> None:
+    """Raise ConfigError for a folder outside dump_folder that all sides would write to."""
+    from torchtitan.tools import filesystem
+
+    for key, used in _FOLDERS.items():
+        folder = operator.attrgetter(key)(resolved)
+        if not operator.attrgetter(used)(resolved):
+            continue
+        if filesystem.is_remote(folder) or os.path.isabs(folder) or os.path.normpath(folder).startswith(".."):
+            section, name = key.split(".")
+            raise ConfigError(
+                f"{file}: [{section}] {name}: all sides would write to {folder!r}: give a folder below dump_folder"
+            )
 
 
-def _train(side: Side, file: str, overrides: list[str], folder: Path, steps: int, console: Console) -> report.Run:
-    """Train one side in fresh processes. Its run, with the error where it failed."""
+def _new_folder(out: Path | None, default: Path, first: str) -> Path:
+    """`out`, or a folder below `default` that is named by the time, with the first side's folder in it."""
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    names = (default / (f"{stamp}-{i}" if i > 1 else stamp) for i in itertools.count(1))
+    for folder in [out] if out else names:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if not any(folder.iterdir()):
+                (folder / first).mkdir()  # another comparison, begun at the same time, cannot
+                return folder
+        except FileExistsError:
+            pass
+        except OSError as error:
+            raise ConfigError(f"--out {folder}: cannot be written: {error.strerror}") from None
+    raise ConfigError(f"--out {out}: is no folder or is not empty: give another one, or empty it")
+
+
+def _train(
+    side: Side,
+    file: str,
+    overrides: list[str],
+    folder: Path,
+    steps: int,
+    console: Console,
+    asked: list[signal.Signals],
+) -> report.Run:
+    """Train one side in fresh processes. Its run, with the error where it failed.
+
+    Signals that ask this process to stop go to those, and into `asked`; after one no side is started.
+    """
+    if asked:
+        return report.Run(side.name, error=f"not started after {asked[0].name}")
     dump = folder / side.name
-    dump.mkdir()
+    dump.mkdir(exist_ok=True)
     command = ["train", file, *_of(side, overrides), "--dump_folder", str(dump)]
     done = threading.Event()
     with (
@@ -232,19 +289,27 @@ def _train(side: Side, file: str, overrides: list[str], folder: Path, steps: int
         follower = threading.Thread(target=follow)
         follower.start()
         try:
-            code = subprocess.run(
+            process = subprocess.Popen(
                 [sys.executable, "-m", "titan_mega_moe", *command],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=launch.child_environment(),
-            ).returncode
+                start_new_session=True,  # Ctrl-C in a terminal reaches it once, from here
+            )
+
+            def tell(number: signal.Signals) -> None:
+                asked.append(number)
+                process.send_signal(number)
+
+            with stop.handed_on(tell):
+                code = process.wait()
         finally:
             done.set()
             follower.join()
     run = report.read_run(side.name, dump / "records")
     if code != 0:
-        run.error = _last_words(dump / "train.log", code)
+        run.error = f"stopped by {asked[0].name}" if asked else _last_words(dump / "train.log", code)
         console.print(f"[red]{side.name} failed[/red]: {run.error}")
     return run
 

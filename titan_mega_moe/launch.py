@@ -1,19 +1,21 @@
 """Starting ranks on this machine, as torchrun --standalone does, and ending them.
 
 Rank 0's output is shown as it comes; every rank's is kept in files. When a rank fails the others are stopped
-and the failed one's traceback comes last. A signal to the launcher reaches the ranks, and ranks whose
-launcher is gone end.
+and the failed one's traceback comes last. A signal that asks the launcher to stop reaches the ranks as SIGUSR1, which
+they may take for a reason to save first; a second Ctrl-C ends them. Ranks whose launcher is gone end.
 """
 
 import ctypes
+import logging
 import os
 import signal
 import sys
 import uuid
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titan_mega_moe.stop import SAVE_FAILED
+from titan_mega_moe import stop
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -32,40 +34,58 @@ def launch(command: list[str], ranks: int, log_dir: str | Path) -> int:
         log_dir: folder for the ranks' stdout and stderr; created if missing.
 
     Returns:
-        0, the exit code of the first rank that failed, or 128 + the signal that ended it or the launcher.
+        0, the exit code of the first rank that failed, or 128 + the signal that ended it or the launcher;
+        stop.EXIT_CODE if a signal stopped the run in good order.
     """
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    from torch.distributed import TCPStore
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std, start_processes
 
-    # As torchrun: ranks that share the cores slow each other down when each uses all of them.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ[_LAUNCHER] = str(os.getpid())
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=ranks,
-        run_id=uuid.uuid4().hex[:8],
-        role="rank",
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="localhost",
-        max_restarts=0,
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel("CRITICAL")  # who failed is said below
+    # This process serves the ranks' rendezvous, as torchrun's does: the port is free, and stays so.
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    shared = {
+        # As torchrun: ranks that share the cores slow each other down when each uses all of them.
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(store.port),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RUN_ID": uuid.uuid4().hex[:8],
+        _LAUNCHER: str(os.getpid()),
+    }
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # those that ask to stop are ours
+    context = start_processes(
+        "rank",
+        sys.executable,
+        args={rank: tuple(command) for rank in range(ranks)},
+        envs={rank: {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)},
         logs_specs=DefaultLogsSpecs(log_dir=str(log_dir), tee=Std.ALL, local_ranks_filter={0}),
     )
+    asked: list[signal.Signals] = []
+
+    def tell(number: signal.Signals) -> None:
+        if not asked:
+            print(f"{number.name}: stopping after this step; Ctrl-C twice stops at once", file=sys.stderr)
+        asked.append(number)
+        for pid in context.pids().values():
+            with suppress(ProcessLookupError):  # it has just ended
+                os.kill(pid, signal.SIGKILL if asked.count(signal.SIGINT) > 1 else signal.SIGUSR1)
+
     try:
-        elastic_launch(config, sys.executable)(*command)
-    except SignalException as stopped:
-        print(f"stopped by {signal.Signals(stopped.sigval).name}", file=sys.stderr)
-        return 128 + stopped.sigval
-    except ChildFailedError as failed:
-        rank, failure = failed.get_first_failure()
-        log = next(Path(log_dir).glob(f"{config.run_id}_*/attempt_0/{rank}/stderr.log"))
-        print(_failure_text(rank, failure, log), file=sys.stderr)
-        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+        with stop.handed_on(tell):
+            result = context.wait(period=0.1)
     finally:
-        del os.environ[_LAUNCHER]
-    return 0
+        context.close()
+    if result is None or not result.failures:
+        return 0
+    rank, failure = min(result.failures.items(), key=lambda item: item[1].timestamp)
+    in_order = (stop.EXIT_CODE, 128 + signal.SIGUSR1, -signal.SIGUSR1, -signal.SIGKILL)
+    if asked and failure.exitcode in in_order:
+        print(f"stopped by {asked[0].name}", file=sys.stderr)
+        return stop.EXIT_CODE if failure.exitcode == stop.EXIT_CODE else 128 + asked[0]
+    print(_failure_text(rank, failure, Path(result.stderrs[rank])), file=sys.stderr)
+    return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
 
 
 def child_environment() -> dict[str, str]:
@@ -78,15 +98,15 @@ def die_with_launcher() -> None:
     launcher = os.environ.pop(_LAUNCHER, None)
     if launcher is None or sys.platform != "linux":
         return
-    end_with_parent()
+    end_with_parent(signal.SIGKILL)  # SIGTERM may be a reason to go on to the end of a step
     if os.getppid() != int(launcher):  # it ended before the line above
         sys.exit(128 + signal.SIGTERM)
 
 
-def end_with_parent() -> None:
-    """Have the kernel send this process SIGTERM when the one that started it ends. Linux; elsewhere nothing."""
+def end_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
+    """Have the kernel send this process `number` when the one that started it ends. Linux; elsewhere nothing."""
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def _failure_text(rank: int, failure: "ProcessFailure", log: Path) -> str:
@@ -100,6 +120,7 @@ def _failure_text(rank: int, failure: "ProcessFailure", log: Path) -> str:
         last = message["extraInfo"]["py_callstack"].rstrip()
     else:
         lines = log.read_text(errors="replace").splitlines()
-        said = [line for line in lines if line.startswith("checkpoint: ")] if failure.exitcode == SAVE_FAILED else []
+        save_failed = failure.exitcode == stop.SAVE_FAILED
+        said = [line for line in lines if line.startswith("checkpoint: ")] if save_failed else []
         last = "\n".join(said or lines[-_TAIL:])
     return f"{last}\nrank {rank} {how}; its output is in {log.parent}"

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -122,12 +121,12 @@ class RecordedMetrics(MetricsProcessor):
             self._record.log({"gradients": gradients(self.model_parts)}, step)
 
     def log_share(self, trace: str) -> None:
-        """Of the trace that TorchTitan's profiler wrote to `trace`, .../iteration_N/rank0_trace.json.gz."""
+        """Of the trace that TorchTitan's profiler wrote to `trace`."""
         split = traces.time_split(Path(trace))
-        step = re.search(r"iteration_(\d+)", trace)
+        step = traces.step_of(Path(trace))
         if split is not None and step is not None and _moe_blocks(self.model_parts):
             share = sum(split.get(name, 0.0) for name in ("dispatch", "experts", "combine"))
-            self.logger.log({"moe/share_of_step(%)": share}, int(step[1]))
+            self.logger.log({"moe/share_of_step(%)": share}, step)
 
     def _load(self) -> dict[str, float]:
         """The metrics of the last optimizer step. A collective over the ranks that share the loss."""

@@ -73,7 +73,7 @@ def _step_time(figure: Any, runs: list[Run]) -> None:
     for i, run in enumerate(runs):
         at = [s.step for s in run.steps], [s.seconds for s in run.steps]
         axes.plot(*at, ".-", color=_COLOURS[i % 5], label=run.name)
-    timed = [s.seconds for run in runs for s in run.timed()]
+    timed = [s.seconds for run in runs for s in run.timed() or run.steps]
     axes.set_ylim(0, 1.25 * max(timed))  # the first steps compile, and may be far above
     axes.legend(frameon=False)
 

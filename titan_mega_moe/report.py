@@ -17,6 +17,8 @@ from rich.table import Table
 
 # The first steps compile, allocate and fill caches; a step time of theirs says nothing about training.
 WARMUP_STEPS = 3
+# A median of fewer is moved by any one of them, and resampling them gives an interval that is too narrow.
+TIMED_STEPS = 5
 
 
 @dataclass(frozen=True)
@@ -46,10 +48,14 @@ class Run:
     gradients: dict[int, dict[str, list[float]]] = field(default_factory=dict)
     # Percent of a step's time by what it went to, if it was profiled.
     time_split: dict[str, float] | None = None
+    # Steps whose times the profiler is in.
+    disturbed: list[int] = field(default_factory=list)
+    # Whether it is our layer's reference implementation, whose speed is not that of a fused one.
+    reference: bool = False
 
     def timed(self) -> list[Step]:
-        """The steps whose times count: those after the warm-up, or all when there are no more."""
-        return self.steps[WARMUP_STEPS:] or self.steps
+        """The steps whose times count: those after the warm-up, without a profiler."""
+        return [step for step in self.steps[WARMUP_STEPS:] if step.step not in self.disturbed]
 
 
 def read_run(name: str, records: Path) -> Run:
@@ -78,7 +84,8 @@ def read_run(name: str, records: Path) -> Run:
 def _step(step: int, ranks: list[dict[str, Any]]) -> Step:
     return Step(
         step=step,
-        loss=ranks[0]["loss_metrics/global_avg_loss"],
+        # Of a pipeline only the last stage knows it; the others' ranks record a negative number.
+        loss=max(m["loss_metrics/global_avg_loss"] for m in ranks),
         grad_norm=ranks[0]["grad_norm"],
         seconds=max(m["time_metrics/end_to_end(s)"] for m in ranks),
         tokens_per_second=statistics.fmean(m["throughput(tps)"] for m in ranks),
@@ -158,10 +165,10 @@ class Speed:
 
 
 def speed(ours: Run, other: Run) -> Speed | None:
-    """None without steps. The interval is that of 1000 bootstrap samples, drawn from a fixed seed."""
-    if not ours.steps or not other.steps:
-        return None
+    """None with fewer than TIMED_STEPS. The interval is that of 1000 bootstrap samples, drawn from a fixed seed."""
     a, b = ([s.seconds for s in run.timed()] for run in (ours, other))
+    if min(len(a), len(b)) < TIMED_STEPS:
+        return None
     pick = random.Random(0)
     ratios = sorted(
         statistics.median(pick.choices(b, k=len(b))) / statistics.median(pick.choices(a, k=len(a))) for _ in range(1000)
@@ -171,22 +178,27 @@ def speed(ours: Run, other: Run) -> Speed | None:
 
 def summary(run: Run) -> dict[str, float | None]:
     """First and last loss; median and 95th percentile of the step time (s), tokens/s per device and MFU (%), medians;
-    peak GiB, and of them in use; the most of the busiest expert and rank over the mean, None where nothing counted.
+    peak GiB, and of them in use; the most of the busiest expert and rank over the mean. None where nothing was timed
+    or counted.
     """
     seconds = sorted(step.seconds for step in run.timed())
     return {
         "steps": len(run.steps),
         "first_loss": run.steps[0].loss,
         "last_loss": run.steps[-1].loss,
-        "median_seconds": statistics.median(seconds),
-        "p95_seconds": seconds[math.ceil(0.95 * len(seconds)) - 1],
-        "tokens_per_second": statistics.median(step.tokens_per_second for step in run.timed()),
-        "mfu": statistics.median(step.mfu for step in run.timed()),
+        "median_seconds": _median(seconds),
+        "p95_seconds": seconds[math.ceil(0.95 * len(seconds)) - 1] if seconds else None,
+        "tokens_per_second": _median([step.tokens_per_second for step in run.timed()]),
+        "mfu": _median([step.mfu for step in run.timed()]),
         "memory_gib": max(step.memory_gib for step in run.steps),
         "in_use_gib": max(step.in_use_gib for step in run.steps),
         "expert_load": _most(step.expert_load for step in run.steps),
         "rank_load": _most(step.rank_load for step in run.steps),
     }
+
+
+def _median(values: list[float]) -> float | None:
+    return statistics.median(values) if values else None
 
 
 def step_table(ours: Run, others: list[Run], rows: int = 32) -> Table:
@@ -207,7 +219,7 @@ def step_table(ours: Run, others: list[Run], rows: int = 32) -> Table:
 
 
 def summary_table(runs: list[Run]) -> Table:
-    table = Table(title=f"in all; {_timed(runs)}, tokens/s per device", title_justify="left")
+    table = Table(title=f"in all; times {_untimed(runs)}, tokens/s per device", title_justify="left")
     for column in _SUMMARY_COLUMNS:
         table.add_column(column, justify="left" if column == "layer" else "right")
     for run in runs:
@@ -228,14 +240,14 @@ def split_table(runs: list[Run]) -> Table:
 
 def _split_rows(runs: list[Run]) -> tuple[list[str], list[list[str]]]:
     names = list(dict.fromkeys(name for run in runs for name in run.time_split or {}))
-    rows = [[run.name, *(f"{(run.time_split or {}).get(name, 0.0):.1f}" for name in names)] for run in runs]
+    splits = [(run.name, run.time_split or {}) for run in runs]
+    rows = [[run, *(f"{split[name]:.1f}" if name in split else "-" for name in names)] for run, split in splits]
     return ["layer", *names], rows
 
 
-def _timed(runs: list[Run]) -> str:
-    if all(len(run.steps) > WARMUP_STEPS for run in runs if run.steps):
-        return f"times without the first {WARMUP_STEPS} steps"
-    return "times of the first steps too, which warm up"
+def _untimed(runs: list[Run]) -> str:
+    profiled = any(run.disturbed for run in runs)
+    return f"without the first {WARMUP_STEPS} steps" + " and those of the profiler" * profiled
 
 
 _SUMMARY_COLUMNS = (
@@ -248,17 +260,21 @@ def _summary_cells(run: Run) -> list[str]:
     if not run.steps:
         return [run.name, "0", *["-"] * (len(_SUMMARY_COLUMNS) - 2)]
     s = summary(run)
+
+    def cell(name: str, form: str = "{:.2f}") -> str:
+        return "-" if s[name] is None else form.format(s[name])
+
     return [
         run.name,
-        str(s["steps"]),
+        cell("steps", "{}"),
         f"{s['first_loss']:.3f} -> {s['last_loss']:.3f}",
-        f"{s['median_seconds']:.3f}",
-        f"{s['p95_seconds']:.3f}",
-        f"{s['tokens_per_second']:,.0f}",
-        f"{s['mfu']:.2f}" if s["mfu"] else "-",
-        f"{s['memory_gib']:.2f}",
-        f"{s['in_use_gib']:.2f}",
-        *("-" if s[name] is None else f"{s[name]:.2f} x mean" for name in ("expert_load", "rank_load")),
+        cell("median_seconds", "{:.3f}"),
+        cell("p95_seconds", "{:.3f}"),
+        cell("tokens_per_second", "{:,.0f}"),
+        cell("mfu") if s["mfu"] else "-",
+        cell("memory_gib"),
+        cell("in_use_gib"),
+        *(cell(name, "{:.2f} x mean") for name in ("expert_load", "rank_load")),
     ]
 
 
@@ -302,6 +318,9 @@ def verdict(
                 f"losses equal {other.name}'s within a relative {worst.loss:.1e} (step {worst.step}) "
                 f"over {len(common)} steps; the tolerance is {tolerance:.1e}"
             )
+        elif ours.error is None and other.error is None:
+            good = False
+            lines.append(f"there is no step that both sides, {ours.name} and {other.name}, have a loss of")
         if gradients := gradient_differences(ours, other):
             wrong = [d for d in gradients if not d.relative <= gradient_tolerance]
             first = gradients[0]
@@ -318,8 +337,21 @@ def verdict(
             lines.append(
                 f"{ours.name} is {fast.ratio:.2f} times as fast as {other.name} a step (90% interval "
                 f"{fast.low:.2f} to {fast.high:.2f}, from {fast.steps} steps)"
+                + "; that is its reference implementation and says nothing of the fused one"
+                * ours.reference
+            )
+        elif ours.error is None and other.error is None:
+            timed = min(len(run.timed()) for run in (ours, other))
+            lines.append(
+                f"step times are not compared with {other.name}'s: {timed} were taken, {_untimed([ours, other])}, "
+                f"and it takes {TIMED_STEPS}: give --steps {_enough([ours, other])}"
             )
     return good, lines
+
+
+def _enough(runs: list[Run]) -> int:
+    """Steps of which TIMED_STEPS would be timed."""
+    return TIMED_STEPS + max(WARMUP_STEPS + sum(step > WARMUP_STEPS for step in run.disturbed) for run in runs)
 
 
 def write(
@@ -418,12 +450,21 @@ def _template() -> Any:
 
 
 def caveats(runs: list[Run]) -> str:
-    return (
-        f"Here are {_timed(runs)}. Sides ran one after another. Tokens of the busiest expert and rank are over "
+    text = (
+        f"Here are times {_untimed(runs)}. Sides ran one after another. Tokens of the busiest expert and rank are over "
         "the mean, of the worst layer and step. Peak GiB are what the allocator took from the device, in use is what "
         "tensors held of them at the most. On the CPU memory is the peak resident set of a whole process, Python "
         "and libraries included, and no MFU is known."
     )
+    if any(run.reference for run in runs):
+        text += " The layer ran its reference implementation: no time here says anything about the fused one."
+    if any(run.time_split for run in runs):
+        text += (
+            " Of the profiled step, mega_moe names its phases. TorchTitan's layers do not, so their kernels and "
+            "operators count by their own names: every all-to-all as dispatch, also the combine's; grouped products as "
+            "experts; what permutes, activates, weighs and sums rows as other. Compare these four in sum."
+        )
+    return text
 
 
 def _markdown(head: Any, rows: list[list[str]]) -> str:

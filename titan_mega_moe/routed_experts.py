@@ -24,6 +24,7 @@ from torchtitan.tools.utils import device_module, device_type
 from titan_mega_moe import op
 from titan_mega_moe.op import backends
 
+MOST_SMS = 160  # of any GPU, a B200's; deep_gemm asks its own how many it has
 COMPUTE_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -63,8 +64,8 @@ class MegaMoEOptions:
                 raise ValueError(f"mega_moe.{name} is {value!r}; it must be one of {', '.join(values)}")
         if self.max_tokens is not None and self.max_tokens < 1:
             raise ValueError(f"mega_moe.max_tokens is {self.max_tokens}; it must be at least 1")
-        if self.reserved_sms < 0:
-            raise ValueError(f"mega_moe.reserved_sms is {self.reserved_sms}; it must be at least 0")
+        if not 0 <= self.reserved_sms <= MOST_SMS:
+            raise ValueError(f"mega_moe.reserved_sms is {self.reserved_sms}; it must be from 0 to {MOST_SMS}")
 
 
 class MegaRoutedExperts(Module):

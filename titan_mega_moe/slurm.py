@@ -107,9 +107,7 @@ def launch(command: list[str], ranks: int, log_dir: str | Path) -> int:
         errors="replace",
         preexec_fn=local.end_with_parent,
     )
-    for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, _: process.send_signal(number))
-    with _Log(Path(log_dir), per_node, process) as log:
+    with stop.handed_on(process.send_signal), _Log(Path(log_dir), per_node, process) as log:
         assert process.stdout is not None
         for line in process.stdout:
             log.take(line.rstrip("\n"))

@@ -1,9 +1,12 @@
 """Stopping between two steps because a signal asked for it: which step that is, all ranks have to agree.
 
 SLURM sends the signal some time before a job's limit (sbatch --signal), and before it takes the nodes for another job.
+Whoever starts ranks hands on to them what it is sent itself.
 """
 
 import signal
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -17,17 +20,33 @@ SAVE_FAILED = 74
 """Of a run that could not write a checkpoint; its last line on stderr says why and what to do (EX_IOERR)."""
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
+"""What SLURM sends. Ranks that it did not start take the first alone: their launcher ends them with the second."""
+
 _KEPT = 1000  # decisions; a rank's host is never as many steps behind another's
 _listening = False
 _received: int | None = None
 
 
-def listen() -> None:
-    """From now on SIGUSR1 and SIGTERM are noted, and nothing else."""
+def listen(signals: Iterable[signal.Signals]) -> None:
+    """From now on `signals` are noted, and nothing else."""
     global _listening
     _listening = True
-    for number in SIGNALS:
+    for number in signals:
         signal.signal(number, _note)
+
+
+@contextmanager
+def handed_on(send: Callable[[signal.Signals], None]) -> Iterator[None]:
+    """In the block, signals that ask this process to stop, SIGNALS and Ctrl-C, go to `send` instead."""
+    before = {
+        number: signal.signal(number, lambda number, _: send(signal.Signals(number)))
+        for number in (*SIGNALS, signal.SIGINT)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _note(number: int, _: FrameType | None) -> None:

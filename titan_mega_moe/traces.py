@@ -48,6 +48,25 @@ def time_split(where: Path) -> dict[str, float] | None:
     return {name: busy * spent[name] / total for name in (*CATEGORIES, OTHER) if spent[name]} | {IDLE: 100 - busy}
 
 
+def disturbed_steps(folder: Path, profiler: Any) -> list[int]:
+    """The steps of a run whose times its profiler is in: those that it ran in, its warm-up too, and after each trace
+    the step whose time has the writing of it.
+
+    folder: the run's; profiler: its section of the configuration.
+    """
+    found: set[int] = set()
+    for trace in folder.glob("**/rank0_trace.json*"):
+        if (last := step_of(trace)) is not None:
+            found |= {*range(last + 1 - profiler.profiler_warmup - profiler.profiler_active, last + 2)}
+    return sorted(found)
+
+
+def step_of(trace: Path) -> int | None:
+    """The last step that TorchTitan's profiler wrote to `trace`, .../iteration_N/rank0_trace.json.gz."""
+    found = re.findall(r"iteration_(\d+)", str(trace))
+    return int(found[-1]) if found else None
+
+
 def _by_category(events: list[dict[str, Any]], work: set[str]) -> dict[str, float]:
     """Microseconds of each category, without what is nested in an event."""
     spent: dict[str, float] = defaultdict(float)
@@ -59,15 +78,18 @@ def _by_category(events: list[dict[str, Any]], work: set[str]) -> dict[str, floa
         for event in sorted(thread, key=lambda e: (e["ts"], -e["dur"])):
             while open_events and event["ts"] >= open_events[-1][0]:
                 open_events.pop()
-            _, around, in_work, in_phase = open_events[-1] if open_events else (0.0, OTHER, False, False)
+            last, around, in_work, in_phase = open_events[-1] if open_events else (0.0, OTHER, False, False)
+            end = event["ts"] + event["dur"]
+            if in_work:
+                end = min(end, last)  # gloo's sends go on after the operator that began them
             phase = _PHASE.match(event["name"]) is not None
             category = around if in_phase and not phase else _category(event["name"], around)
             counts = in_work or event["cat"] in work
             if counts:
-                spent[category] += event["dur"]
+                spent[category] += end - event["ts"]
             if in_work:
-                spent[around] -= event["dur"]
-            open_events.append((event["ts"] + event["dur"], category, counts, in_phase or phase))
+                spent[around] -= end - event["ts"]
+            open_events.append((end, category, counts, in_phase or phase))
     return spent
 
 

@@ -17,6 +17,8 @@ from titan_mega_moe.launch import launch
 if TYPE_CHECKING:
     from titan_mega_moe.config.run_config import RunConfig
 
+_RANKS_PER_CORE = 16  # more would wait for each other, and a process takes half a GiB
+
 USAGE = """usage: titan-mega-moe train FILE [--print-config] [--section.key value ...]
 
   FILE              a TOML file, see train_configs/; files of torchtitan 0.1 and 0.2 are read too
@@ -74,14 +76,23 @@ def prepare_device(path: str | Path, overrides: list[str]) -> None:
 
 
 def rank_count(resolved: "RunConfig", path: str | Path) -> int:
-    """How many ranks to start here: [device] ranks, else one per GPU, or what the parallel degrees need."""
+    """How many ranks to start here: [device] ranks, else one per GPU, or what the parallel degrees need.
+
+    Raises ConfigError where they cannot run here, or would train nothing.
+    """
+    if resolved.comm.mode == "fake_backend":
+        text = "'fake_backend' plays one rank and trains nothing: take it out; titan-mega-moe doctor plans a run"
+        raise ConfigError(f"{path}: [comm] mode: {text}")
     if slurm.allocated():
         try:
             return slurm.rank_count(resolved)
         except ValueError as error:
             raise ConfigError(f"{path}: [device] ranks: {error}") from None
     if resolved.device.kind == "cpu":
-        return resolved.ranks()
+        ranks, most = resolved.ranks(), _RANKS_PER_CORE * (os.cpu_count() or 1)
+        if ranks > most:
+            raise ConfigError(f"{path}: [device] ranks: {ranks} are too many for this machine's CPU: at most {most}")
+        return ranks
     import torch
 
     visible = torch.cuda.device_count()
@@ -110,7 +121,6 @@ def train(resolved: "RunConfig") -> int:
     import torch
     from torch.distributed.elastic.multiprocessing.errors import record
     from torchtitan.observability import structured_logger as sl
-    from torchtitan.tools.logging import logger
 
     from titan_mega_moe.trainer import SaveFailed, StoppableTrainer
 
@@ -121,9 +131,6 @@ def train(resolved: "RunConfig") -> int:
             output_dir=resolved.dump_folder,
             enable=resolved.debug.enable_structured_logging,
         )
-        if resolved.comm.mode == "local_tensor":
-            logger.info("Local tensor mode: nothing is trained")
-            return 0
         trainer = StoppableTrainer(resolved)
         try:
             if resolved.checkpoint.create_seed_checkpoint:

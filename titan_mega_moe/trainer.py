@@ -57,7 +57,8 @@ class StoppableTrainer(Trainer):
         saves = self.config.checkpoint.enable and not self.config.checkpoint.load_only
         if saves:
             self._save()
-        self.exit_code = stop.EXIT_CODE if saves else 128 + (stop.received() or 0)
+        # Another rank may not have heard yet.
+        self.exit_code = stop.EXIT_CODE if saves else 128 + (stop.received() or stop.SIGNALS[0])
         result = "saved: the same command goes on from there" if saves else "not saved: [checkpoint] is off"
         logger.info(f"Stopped by a signal after step {self.step}, {result}")
         return False

@@ -224,6 +224,7 @@ def test_two_configurations_share_nothing(file):
     assert config.load(file()).loss.loss_fn.global_vocab_size == second.loss.loss_fn.global_vocab_size != 1
 
 
+NO_GRAPHS = "[training]\ndisable_cuda_graphs = true\n"
 ERRORS = [
     ("[trainning]\nsteps = 1", "trainning: unknown section; did you mean 'training'?"),
     ("[training]\nstep = 1", "[training] step: unknown key; did you mean 'steps'?"),
@@ -328,6 +329,10 @@ ERRORS = [
         "[checkpoint] initial_load_path: has no effect with enable = false",
     ),
     ("[checkpoint]\nload_only = true", "[checkpoint] load_only: has no effect with enable = false"),
+    (
+        "[checkpoint]\nexclude_from_loading = ['dataloader', 'optimiser']",
+        "[checkpoint] exclude_from_loading: expected one of 'optimizer', 'lr_scheduler', 'dataloader', 'train_state'",
+    ),
     ("[training]\nsteps = 9223372036854775808", "[training] steps: expected an integer of at most 64 bits"),
     ("[debug]\nseed = -9223372036854775809", "[debug] seed: expected"),
     ('hf_assets_path = "a\\u0000b"', "hf_assets_path: expected a string without NUL characters"),
@@ -346,6 +351,27 @@ ERRORS = [
     ("[metrics]\nlog_freq = 0", "[metrics] log_freq: expected at least 1, got 0"),
     ("[comm]\ninit_timeout_seconds = 0", "[comm] init_timeout_seconds: expected from 1 to 2147483648, got 0"),
     ("[comm]\nmode = 'nccl'", "[comm] mode: expected one of 'default'"),
+    ("[comm]\nmode = 'local_tensor'", "[comm] mode: expected a mode that trains, got 'local_tensor'"),
+    ("[metrics]\ngradient_steps = -1", "[metrics] gradient_steps: expected at least 0, got -1"),
+    ("[metrics]\ngradient_steps = 2", "[metrics] gradient_steps: 2 steps begin with some that are not logged"),
+    ("[metrics]\nrouting_step = -1", "[metrics] routing_step: expected at least 0, got -1"),
+    *(
+        (
+            f"[metrics]\nrouting_step = {step}\n{text}",
+            f"[metrics] routing_step: the routing of step {step} cannot {why}",
+        )
+        for step, text, why in (
+            (15, NO_GRAPHS, "be recorded: metrics.log_freq = 10 does not log it: set 1"),
+            (20, NO_GRAPHS + "steps = 19", "be recorded: training ends after 19 steps"),
+            (20, NO_GRAPHS + "[compile]\nenable = true", "be recorded: set compile.enable = false"),
+            (20, "", "be recorded: set training.disable_cuda_graphs = true"),
+            (
+                1,
+                NO_GRAPHS + "[parallelism]\npipeline_parallel_degree = 2",
+                "be recorded: not all stages of a pipeline",
+            ),
+        )
+    ),
     ("[profiler]\nprofile_freq = 0", "[profiler] profile_freq: expected at least 1, got 0"),
     ("[profiler]\nenable_profiling = true\nprofile_freq = 2", "[profiler] profile_freq: 2 is less than"),
     ("[lr_scheduler]\nwarmup_steps = -1", "[lr_scheduler] warmup_steps: expected at least 0, got -1"),
@@ -390,6 +416,7 @@ ERRORS = [
     ("[mega_moe]\nkeep = 'all'", "[mega_moe] keep: "),
     ("[mega_moe]\nmax_tokens = 0", "[mega_moe] max_tokens: "),
     ("[mega_moe]\nreserved_sms = -2", "[mega_moe] reserved_sms: "),
+    ("[mega_moe]\nreserved_sms = 1000", "[mega_moe] reserved_sms: "),
     ("[mega_moe]\nbakend = 'auto'", "[mega_moe] bakend: unknown key; did you mean 'backend'?"),
     ("[device]\nkind = 'tpu'", "[device] kind: expected one of 'cuda', 'cpu', got 'tpu'"),
     ("[device]\nranks = 0", "[device] ranks: expected at least 1, got 0"),
@@ -506,7 +533,7 @@ def test_a_saved_configuration_loads_as_it_was(text, file, tmp_path):
 
 
 STDLIB = "[tokenizer]\ntype = 'StdlibTokenizer'\n"
-NO_GRAPHS = "[training]\ndisable_cuda_graphs = true\n"
+LAYERS = [f"layers.{i}" for i in range(8)]
 CPU = "[device]\nkind = 'cpu'\n" + NO_GRAPHS
 
 
@@ -573,6 +600,30 @@ CPU = "[device]\nkind = 'cpu'\n" + NO_GRAPHS
             "[mega_moe]\nmax_tokens = 8",
             2,
             "[mega_moe] max_tokens: 8 is less than the 16384 tokens a rank routes",
+        ),
+        (
+            "[mega_moe]\nmax_tokens = 1000000",
+            2,
+            "[mega_moe] max_tokens: 1000000 is more than 8 times the 16384 tokens a rank routes",
+        ),
+        *(
+            (
+                f"[parallelism]\npipeline_parallel_degree = {degree}\nmodule_fqns_per_model_part = {parts}\n"
+                + NO_GRAPHS,
+                2,
+                f"[parallelism] module_fqns_per_model_part: {why}",
+            )
+            for degree, parts, why in (
+                (1, [["tok_embeddings"]], "has no effect with pipeline_parallel_degree = 1"),
+                (2, [["tok_embeddings"]], "1 parts do not divide over the 2 ranks"),
+                (
+                    2,
+                    [["tok_embeddings"], [*LAYERS, "norm", "output"]],
+                    "the parts have to name each of tok_embeddings, ",
+                ),
+                (2, [["tok_embeddings"], [*LAYERS[1:], "norm", "lm_head"]], "the parts have to name each of"),
+                (2, [LAYERS, [*LAYERS, "tok_embeddings", "norm", "lm_head"]], "the parts have to name each of"),
+            )
         ),
         ("[mega_moe]\nbackend = 'triton'\n" + CPU, 2, "[mega_moe] backend: 'triton' needs a GPU"),
         ("[mega_moe]\nbackend = 'deep_gemm'\n" + CPU, 2, "[mega_moe] backend: 'deep_gemm' needs a GPU"),

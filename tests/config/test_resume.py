@@ -71,7 +71,8 @@ def test_damaged_metadata(folder):
 
 def test_the_model_alone(folder):
     save(folder, 9, {"w": STATE["w"]})
-    assert "step-9' holds the model alone (last_save_model_only)" in refusal(folder)
+    said = refusal(folder)
+    assert "step-9' holds the model alone" in said and "unless checkpoint.last_save_model_only = false" in said
     check(folder, load_step=3)
     check(folder, exclude_from_loading=["train_state"])
     save(folder / "seed", 0, {"w": STATE["w"]})

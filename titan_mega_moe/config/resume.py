@@ -70,5 +70,8 @@ def _refusal_reason(metadata: Metadata, saved: Path, step: int, excluded: list[s
     held = {name.split(".")[0] for name in metadata.state_dict_metadata}
     # Step 0 is a seed checkpoint, of which only the model is loaded.
     if step != 0 and "train_state" not in held and "train_state" not in excluded:
-        return "holds the model alone (last_save_model_only) and training cannot go on from it"
+        return (
+            "holds the model alone, as the last step of a run does unless checkpoint.last_save_model_only = false, "
+            "and training cannot go on from it"
+        )
     return None

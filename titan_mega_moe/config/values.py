@@ -6,13 +6,16 @@ sentence.
 """
 
 import copy
+import itertools
 import math
 import os
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.distributed.pipelining.schedules import get_schedule_class
+from torchtitan.components.checkpointer.base import DATALOADER, LR_SCHEDULER, OPTIMIZER, TRAIN_STATE
 from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.components.loss import ChunkedLossWrapper
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
@@ -46,6 +49,7 @@ def one_of(*names: str) -> Rule:
     return lambda v: v in names, "one of " + ", ".join(map(repr, names))
 
 
+_SPARE = 8  # times as many tokens as are ever routed that buffers may be made for, so that runs can share a file
 POSITIVE: Rule = (lambda v: v > 0, "above 0")
 FINITE: Rule = (math.isfinite, "a finite number")
 
@@ -76,10 +80,14 @@ RANGES: dict[str, Rule] = {
     "activation_checkpoint.memory_budget": between(0, 1),
     "activation_checkpoint.determinism_check": one_of("default", "none"),
     "checkpoint.load_step": at_least(0, -1),
+    # In it TorchTitan's command returns before it trains.
+    "comm.mode": (lambda v: v != "local_tensor", "a mode that trains"),
     "comm.init_timeout_seconds": between(1, 2**31),
     "comm.train_timeout_seconds": between(1, 2**31),
     "comm.trace_buf_size": at_least(0),
     "metrics.log_freq": at_least(1),
+    "metrics.gradient_steps": at_least(0),
+    "metrics.routing_step": at_least(0),
     "profiler.profile_freq": at_least(1),
     "profiler.profiler_active": at_least(1),
     "profiler.profiler_warmup": at_least(0),
@@ -94,7 +102,7 @@ RANGES: dict[str, Rule] = {
     "loss.num_chunks": at_least(1),
 }
 LOADER: dict[str, Rule] = {"num_workers": at_least(0), "prefetch_factor": at_least(1), "weight": POSITIVE}
-OPTIMIZER: dict[str, Rule] = {"lr": POSITIVE, "eps": at_least(0), "weight_decay": at_least(0)}
+OPTIMIZER_KWARGS: dict[str, Rule] = {"lr": POSITIVE, "eps": at_least(0), "weight_decay": at_least(0)}
 
 
 def check(config: RunConfig) -> None:
@@ -112,6 +120,7 @@ def check(config: RunConfig) -> None:
     _check_loss(config)
     _check_checkpoint(config)
     _check_compile(config)
+    _check_metrics(config)
     _check_schedules(config)
 
 
@@ -169,6 +178,9 @@ def _check_layer(config: RunConfig, dims: ParallelDims) -> None:
     if layer.max_tokens is not None and layer.max_tokens < tokens:
         text = f"{layer.max_tokens} is less than the {tokens} tokens a rank routes in one forward"
         raise KeyProblem(("mega_moe", "max_tokens"), f"{text}: raise it or leave it out")
+    if layer.max_tokens is not None and layer.max_tokens > _SPARE * tokens:
+        text = f"{layer.max_tokens} is more than {_SPARE} times the {tokens} tokens a rank routes in one forward"
+        raise KeyProblem(("mega_moe", "max_tokens"), f"{text}: lower it or leave it out")
 
 
 def _check_model(config: RunConfig, dims: ParallelDims) -> None:
@@ -180,14 +192,28 @@ def _check_model(config: RunConfig, dims: ParallelDims) -> None:
         model.update_from_config(config=config)
     except (ValueError, NotImplementedError) as error:
         raise KeyProblem(("parallelism",), schema.sentence(error)) from None
+    parts = p.module_fqns_per_model_part
+    key: Key = ("parallelism", "module_fqns_per_model_part")
     if not dims.pp_enabled:
+        if parts is not None:
+            raise KeyProblem(key, "has no effect with pipeline_parallel_degree = 1: set that or take it out")
         return
     try:
         stages, *layers = pipeline_parallel._get_pipeline_metadata(dims, p, model)
-        if p.module_fqns_per_model_part is None:
+        if parts is None:
             pipeline_parallel._generate_llm_fqn_per_model_part(stages, *layers)
     except ValueError as error:
         raise KeyProblem(("parallelism", "pipeline_parallel_degree"), schema.sentence(error)) from None
+    if parts is not None:
+        if len(parts) % dims.pp:
+            raise KeyProblem(key, f"{len(parts)} parts do not divide over the {dims.pp} ranks of a pipeline")
+        # TorchTitan drops what no part names, and passes over a name that the model has not.
+        known = Counter(pipeline_parallel._generate_llm_fqn_per_model_part(1, layers[0])[0])
+        known["vision_encoder"] += getattr(model, "vision_encoder", None) is not None
+        named = Counter(itertools.chain(*parts))
+        if wrong := [*(named - known), *(known - named)]:
+            text = f"the parts have to name each of {', '.join(+known)} once, unlike {wrong[0]!r}"
+            raise KeyProblem(key, text)
 
 
 def _check_overrides(config: RunConfig) -> None:
@@ -235,7 +261,7 @@ def _check_optimizer(config: RunConfig) -> None:
     for i, group in enumerate(config.optimizer.param_groups):
         key: Key = ("optimizer", "param_groups", i)
         schema.check_group(group, key)
-        for name, rule in OPTIMIZER.items():
+        for name, rule in OPTIMIZER_KWARGS.items():
             value = group.optimizer_kwargs.get(name)
             # A shorthand key is written [optimizer] lr; a sole catch-all group is reported that way.
             at = ("optimizer", name) if len(config.optimizer.param_groups) == 1 else (*key, "optimizer_kwargs", name)
@@ -289,6 +315,9 @@ def _check_checkpoint(config: RunConfig) -> None:
     for name in ("initial_load_path", "create_seed_checkpoint", "load_only"):
         if getattr(checkpoint, name) and not checkpoint.enable:
             raise KeyProblem(("checkpoint", name), "has no effect with enable = false: set it or take it out")
+    states = one_of(OPTIMIZER, LR_SCHEDULER, DATALOADER, TRAIN_STATE)
+    for name in checkpoint.exclude_from_loading:
+        _apply(states, name, ("checkpoint", "exclude_from_loading"))
 
 
 def _check_compile(config: RunConfig) -> None:
@@ -296,6 +325,23 @@ def _check_compile(config: RunConfig) -> None:
         _apply(one_of("model", "loss"), name, ("compile", "components"))
     if config.compile.enable and config.compile.backend not in torch._dynamo.list_backends(exclude_tags=()):
         raise KeyProblem(("compile", "backend"), f"torch.compile has no backend {config.compile.backend!r}")
+
+
+def _check_metrics(config: RunConfig) -> None:
+    """Of steps that are not logged, and of layers that TorchTitan compiles or replays, our metrics see nothing."""
+    metrics, step = config.metrics, config.metrics.routing_step
+    if metrics.gradient_steps > 1 and metrics.log_freq > 1:
+        text = f"{metrics.gradient_steps} steps begin with some that are not logged: set metrics.log_freq = 1"
+        raise KeyProblem(("metrics", "gradient_steps"), text)
+    unseen = [
+        (step > config.training.steps, f"training ends after {config.training.steps} steps"),
+        (step != 1 and step % metrics.log_freq != 0, f"metrics.log_freq = {metrics.log_freq} does not log it: set 1"),
+        (config.compile.enable and "model" in config.compile.components, "set compile.enable = false to record it"),
+        (not config.training.disable_cuda_graphs, "set training.disable_cuda_graphs = true to record it"),
+        (config.parallelism.pipeline_parallel_degree > 1, "not all stages of a pipeline have the first layer"),
+    ]
+    if step and (why := next((why for bad, why in unseen if bad), None)):
+        raise KeyProblem(("metrics", "routing_step"), f"the routing of step {step} cannot be recorded: {why}")
 
 
 def _check_schedules(config: RunConfig) -> None:
