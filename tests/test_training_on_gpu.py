@@ -57,8 +57,10 @@ def check(run: Run) -> tuple[float, float]:
     for step, (a, b) in enumerate(zip(ours.losses, theirs.losses, strict=True), 1):
         assert abs(a - b) / b < 2e-3, (step, a, b)
     one = replace(run, backend="reference", precision="float32", steps=1, ac=None)
-    exact = {name: grad.cpu() for name, grad in train(one).grads.items()}
-    return tuple(distance({n: g.cpu() for n, g in r.grads.items()}, exact) for r in (ours, theirs))
+    # Of the first layer: behind it the router may decide a near tie otherwise, and one token that goes elsewhere
+    # outweighs all rounding.
+    exact = {name: grad.cpu() for name, grad in train(one).grads.items() if name.startswith("layers.0.moe.")}
+    return tuple(distance({n: r.grads[n].cpu() for n in exact}, exact) for r in (ours, theirs))
 
 
 @pytest.mark.parametrize("case", CASES)
