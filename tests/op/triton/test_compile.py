@@ -32,7 +32,7 @@ def type_of(kernel: str, name: str) -> str:
     return "*i64" if (kernel, name) == ("publish", "ids") else POINTERS.get(name, "*i32")
 
 
-@pytest.mark.parametrize("kernel", ["publish", "begin", "count", "scan", "tiles", "place"])
+@pytest.mark.parametrize("kernel", ["publish", "begin", "meet", "count", "scan", "tiles", "place"])
 def test_routing_kernel_compiles_for_hopper(kernel: str) -> None:
     function = getattr(routing, kernel)
     signature = {name: type_of(kernel, name) for name in function.arg_names}

@@ -342,13 +342,13 @@ def place(
         next_row += tl.sum(chosen, 0)
 
 
-def _run(scratch: Scratch, kernel: Any, grid: tuple[int, ...], *args: Any) -> None:
-    """kernel[grid](*args) without looking at every argument again: a workspace's differ in values and addresses alone,
-    and what may be aligned less, or be 1, is not specialized on."""
+def _run(scratch: Scratch, kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+    """kernel[grid](*args, **options) without looking at every argument again: a workspace's differ in values and addresses
+    alone, and what may be aligned less, or be 1, is not specialized on."""
     if (compiled := scratch.compiled.get(kernel)) is not None:
         compiled[grid + (1,) * (3 - len(grid))](*args)
     else:
-        scratch.compiled[kernel] = kernel[grid](*args)  # None from the interpreter
+        scratch.compiled[kernel] = kernel[grid](*args, **options)  # None from the interpreter
 
 
 def begin_call(buffer: SymmBuffer, scratch: Scratch) -> None:
@@ -362,9 +362,12 @@ def begin_call(buffer: SymmBuffer, scratch: Scratch) -> None:
 
 
 def meet_peers(buffer: SymmBuffer, scratch: Scratch) -> None:
-    """Waits, on the device's current stream, until every peer has begun this call."""
-    polls = _POLLS_PER_SECOND * buffer.timeout_seconds
-    _run(scratch, meet, (buffer.ep_size - 1,), buffer.view("routed"), buffer.epoch, buffer.error, polls)
+    """Waits, on the device's current stream, until every peer has begun this call.
+
+    One warp a peer: so little of a multiprocessor that gemm.cu's blocks, which take nearly all, fit beside it.
+    """
+    polls, flags = _POLLS_PER_SECOND * buffer.timeout_seconds, buffer.view("routed")
+    _run(scratch, meet, (buffer.ep_size - 1,), flags, buffer.epoch, buffer.error, polls, num_warps=1)
 
 
 def announce(buffer: SymmBuffer, scratch: Scratch, sizes: Sizes, ids_TK: torch.Tensor, scores_TK: torch.Tensor) -> None:
