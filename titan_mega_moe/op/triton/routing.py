@@ -343,8 +343,8 @@ def place(
 
 
 def _run(scratch: Scratch, kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-    """kernel[grid](*args, **options) without looking at every argument again: a workspace's differ in values and addresses
-    alone, and what may be aligned less, or be 1, is not specialized on."""
+    """kernel[grid](*args, **options) without looking at every argument again: a workspace's differ in values and
+    addresses alone, and what may be aligned less, or be 1, is not specialized on."""
     if (compiled := scratch.compiled.get(kernel)) is not None:
         compiled[grid + (1,) * (3 - len(grid))](*args)
     else:
