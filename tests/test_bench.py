@@ -600,6 +600,15 @@ def test_where_results_could_not_be_saved_nothing_is_left(tmp_path):
     assert (tmp_path / "c.json").read_text() == "kept"
 
 
+def test_an_interrupted_command_says_so_without_a_stack(monkeypatch, capsys):
+    def interrupted(args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench, "main", interrupted)
+    assert cli.main(["bench"]) == 130
+    assert capsys.readouterr().err == "stopped by SIGINT\n"
+
+
 def test_ranks_that_torchrun_started_are_not_asked_for_again(monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
