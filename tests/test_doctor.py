@@ -102,9 +102,10 @@ def test_a_build_that_trains_is_available_on_hopper(monkeypatch):
     [
         (["--world-size", "8"], "the TOML file comes first, got '--world-size'"),
         (["--training.steps", "8", "x.toml"], "the TOML file comes first, got '--training.steps'"),
-        (["x.toml", "--world-size"], "--world-size needs a number of ranks, got ''"),
-        (["x.toml", "--world-size", "0"], "--world-size needs a number of ranks, got '0'"),
-        (["x.toml", "--world-size", "many"], "--world-size needs a number of ranks, got 'many'"),
+        (["x.toml", "--world-size"], "--world-size needs a number from 1 to 99999, got ''"),
+        (["x.toml", "--world-size", "0"], "--world-size needs a number from 1 to 99999, got '0'"),
+        (["x.toml", "--world-size", "100000"], "--world-size needs a number from 1 to 99999, got '100000'"),
+        (["x.toml", "--world-size", "many"], "--world-size needs a number from 1 to 99999, got 'many'"),
         (["x.toml", "--ranks", "4"], "--ranks is no option of it: give --world-size N, once"),
         (["x.toml", "--world-size=2", "--world-size=4"], "--world-size is no option of it: give --world-size N, once"),
     ],

@@ -9,6 +9,7 @@ import importlib.util
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -107,8 +108,8 @@ def _parse(args: list[str]) -> tuple[str | None, list[str], int | None]:
     if "--world-size" in rest:
         at = rest.index("--world-size")
         word = "".join(rest[at + 1 : at + 2])
-        if not word.isdecimal() or int(word) < 1:
-            raise ConfigError(f"titan-mega-moe doctor: --world-size needs a number of ranks, got {word!r}")
+        if not re.fullmatch(r"[1-9]\d{0,4}", word, re.ASCII):
+            raise ConfigError(f"titan-mega-moe doctor: --world-size needs a number from 1 to 99999, got {word!r}")
         ranks = int(word)
         del rest[at : at + 2]
     for word in rest:
