@@ -106,6 +106,39 @@ def test_replayed_ids_are_those_of_the_file(tmp_path):
     assert "outside [-1, 2)" in kind.refusal(5, 2, 3, 2)
 
 
+@pytest.mark.parametrize(
+    ("saved", "said"),
+    [
+        (torch.zeros(4, 2), r"got torch.float32 \(4, 2\)"),
+        (torch.zeros(4, dtype=torch.int64), r"got torch.int64 \(4,\)"),
+        (torch.zeros(0, 2, dtype=torch.int64), r"got torch.int64 \(0, 2\)"),
+        (torch.ones(4, 2, dtype=torch.int64).to_sparse(), "got a tensor of layout torch.sparse_coo"),
+        (torch.ones(4, 2, dtype=torch.int64, device="meta"), "got a tensor on meta, without values"),
+        ({"ids": torch.zeros(4, 2)}, "got dict"),
+        (b"no tensor at all", "torch.load cannot read it"),
+        (None, "cannot be read: Is a directory"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_file_that_holds_no_ids_is_refused(tmp_path, saved, said):
+    path = tmp_path / "ids.pt"
+    if saved is None:
+        path.mkdir()
+    elif isinstance(saved, bytes):
+        path.write_bytes(saved)
+    else:
+        torch.save(saved, path)
+    with pytest.raises(ConfigError, match=f"^--routing file:{path}: .*{said}"):
+        routing.parse(f"file:{path}")
+
+
+def test_nested_ids_are_refused(tmp_path):
+    rows = [torch.zeros(3, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)]
+    torch.save(torch.nested.nested_tensor(rows, layout=torch.jagged), tmp_path / "ids.pt")
+    with pytest.raises(ConfigError, match=r"got a nested tensor|torch\.load cannot read it"):
+        routing.parse(f"file:{tmp_path}/ids.pt")
+
+
 # --- the layers that are compared
 
 
@@ -141,7 +174,7 @@ def test_why_a_layer_is_left_out_is_in_the_result():
     assert list(case["layers"]) == ["reference"]
     for name in ("minimal_async_ep", "deepep"):
         assert case["refused"][name] == "it needs GPUs, the device is cpu"
-    assert "Hopper" in case["refused"]["triton"] and "DeepGEMM" in case["refused"]["deep_gemm"]
+    assert all("Hopper" in case["refused"][name] for name in ("triton", "deep_gemm"))
     # Without upstream among them its error is there all the same: the limit is made of it.
     assert case["layers"]["reference"]["upstream_errors"]["out"] > 1e-3
 
@@ -273,9 +306,7 @@ def test_checks_take_every_kind_and_pass_on_the_reference():
 
 def test_default_checks_fit_any_number_of_ranks():
     for world, cuda in itertools.product((1, 2, 4, 8), (False, True)):
-        group = None if world == 1 else type("Group", (), {"size": lambda self, n=world: n})()
-        there = measure.Ranks(torch.device("cuda" if cuda else "cpu"), group)
-        cases = suite.check_shapes(bench.CHECKS, 0, there)
+        cases = suite.check_shapes(bench.CHECKS, 0, world, cuda)
         assert len(cases) == bench.CHECKS >= 40
         for shape, kind in cases:
             assert kind.refusal(shape.T, shape.E, shape.K, world) is None
@@ -315,18 +346,19 @@ def test_what_ranks_that_share_gpus_cannot_do(words, said, monkeypatch):
 # --- what is said
 
 
-def test_moved_pairs_equal_cases():
-    def result(ms: float, kind: str = "random") -> dict:
-        times = {"burst_ms": ms}
-        layer = {
-            "forward": times,
-            "forward_backward": {"burst_ms": 3 * ms},
-            "errors": {"out": 1e-3, "dx": 2e-3},
-        }
-        layer["memory"] = {"peak_bytes": 4e9}
-        case = {"shape": vars(SMALL), "routing": kind, "layers": {"triton": layer}}
-        return {"cases": [case]}
+def result(ms: float, kind: str = "random") -> dict:
+    times = {"burst_ms": ms}
+    layer = {
+        "forward": times,
+        "forward_backward": {"burst_ms": 3 * ms},
+        "errors": {"out": 1e-3, "dx": 2e-3},
+    }
+    layer["memory"] = {"peak_bytes": 4e9}
+    case = {"shape": vars(SMALL), "routing": kind, "layers": {"triton": layer}}
+    return {"cases": [case]}
 
+
+def test_moved_pairs_equal_cases():
     assert report.moved(result(1.0), result(1.0, "holes")) == []
     rows = report.moved(result(1.0), result(2.0))
     assert [row[2:] for row in rows] == [
@@ -434,8 +466,10 @@ def test_the_command_prints_tables_and_one_json_line_and_saves(tmp_path):
     done = command(*args, "--save", str(first))
     assert done.returncode == 0, done.stderr
     *_, last = done.stdout.splitlines()
-    result = json.loads(last)
-    assert result == json.loads(first.read_text())
+    assert last == f"saved: {first} {first.with_suffix('.md')}" and '{"' not in done.stdout
+    (written,) = first.read_text().splitlines()
+    result = json.loads(written)
+    assert "% torch.mm" in done.stdout and "torch.mm at 24x64x64" in done.stdout and "cuBLAS" not in done.stdout
     assert result["machine"]["ranks"] == 2 and result["machine"]["torch"] == torch.__version__
     assert [case["routing"] for case in result["cases"]] == ["random", "skewed:3"]
     page = first.with_suffix(".md").read_text()
@@ -453,7 +487,7 @@ def test_the_command_prints_tables_and_one_json_line_and_saves(tmp_path):
     moved = {tuple(row[1:3]): row for row in json.loads(second.read_text())["moved"]}
     before, after = (side["forward"]["burst_ms"] for side in (was, now))
     assert moved["alltoall", "forward ms"][3:] == [f"{before:.4g}", f"{after:.4g}", f"{after / before:.3f}"]
-    assert "against the baseline" in again.stdout
+    assert f"against the baseline of {result['date']}: 2 ranks, CPU" in again.stdout
 
 
 def test_a_file_that_cannot_be_read_ends_the_command(tmp_path):
@@ -472,19 +506,44 @@ def test_a_file_that_cannot_be_read_ends_the_command(tmp_path):
         ("--routing random:3", "--routing random:3: not a kind"),
         ("--routing skewed:x", "skewed takes a ratio above 0"),
         ("--routing skewed:7 --experts 8", "7.0 of 8 distinct experts"),
-        ("--routing file:/nowhere.pt", "/nowhere.pt: no such file"),
+        ("--routing file:/nowhere.pt", "/nowhere.pt: cannot be read: No such file or directory"),
+        (f"--routing file:/{'long' * 99}.pt", ".pt: cannot be read: File name too long"),
+        ("--routing skewed:7 --repeat-bits 2 --ranks 1", "--routing skewed:7: rank skew needs at least 2 ranks"),
+        ("--routing ", "--routing : not a kind"),
         ("--experts 7", "--experts 7 does not divide over 2 ranks"),
         ("--top-k 200", "--top-k 200 is more than the 128 of --experts"),
-        ("--checks 2 --breakdown", "--breakdown is of shapes that are timed"),
+        ("--checks 2 --breakdown", "--breakdown: nothing is timed without --shapes or FILE: leave it out"),
+        ("--checks 2 --bursts 3", "--bursts: nothing is timed"),
+        ("--repeat-bits 2 --baseline x.json", "--baseline: nothing is timed"),
+        ("--repeat-bits 2 --experts 8", "--experts: what is checked has sizes of its own"),
+        ("--checks 2 --routing random", "--routing: --checks takes every kind"),
+        ("--checks 2 --layers alltoall", "--checks: it is of the op's own layers, and --layers names none of triton"),
+        ("--breakdown --layers alltoall,deepep", "--breakdown: it is of the op's own layers"),
         ("--layers zap", "--layers zap: not a layer; known: triton"),
         ("--layers reference:all", "--layers reference:all: not a layer"),
-        ("--checks 0", "0 is not 1 or more"),
+        ("--layers reference:", "--layers reference:: not a layer"),
+        ("--layers ", "--layers : not a layer"),
+        ("--shapes ", "--shapes : write tokens x D x F"),
+        ("--shapes 0x0x0", "--shapes 0x0x0: write tokens x D x F"),
+        (f"--shapes {'9' * 5000}x8x8", "write tokens x D x F"),
+        *((f"--{name} 0", f"{name}: 0 is not from 1 to") for name in ("checks", "ranks", "bursts", "repeat-bits")),
+        ("--checks -1", "-1 is not from 1 to"),
+        (f"--seed {2**70}", "is not from 0 to 2147483647"),
         ("--seed x", "invalid whole number value: 'x'"),
         ("--bogus", "'--bogus' is not an option"),
+        ("--save x.md", "--save x.md: give a name that ends in .json"),
+        ("--save /dev/null/x.json", "--save /dev/null/x.json: cannot be written: Not a directory"),
+        (f"--save {'long' * 99}.json", ".json: cannot be written: File name too long"),
         ("--baseline /nowhere", "--baseline /nowhere: cannot be read"),
         (f"--baseline {DEBUG}", "is not JSON that --save wrote"),
         ("/nowhere.toml", "/nowhere.toml: no such file"),
-        (f"{DEBUG} --shapes 8x8x8", "gives the shape: leave one out"),
+        *(
+            (f"{DEBUG} --{name} 8", f"--{name}: {DEBUG} gives the layer's sizes")
+            for name in ("shapes", "experts", "top-k")
+        ),
+        (f"{DEBUG} --ranks 3", f"--ranks 3 does not divide {DEBUG}'s 64 experts"),
+        (f"{DEBUG} --device.kind cpu", "--device.kind: it changes nothing here"),
+        (f"{DEBUG} --mega_moe.keep inputs", "--mega_moe.keep: it changes nothing here"),
         (f"{DEBUG} --bogus 8", "'--bogus' is not an option"),
         (f"{DEBUG} --training.stepz 8", "unknown key"),
     ],
@@ -497,9 +556,72 @@ def test_bad_input_is_one_sentence_and_starts_nothing(monkeypatch, capsys, args,
     monkeypatch.setattr(launch, "launch", refuse)
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    assert cli.main(["bench", "--device", "cpu", *args.split()]) == 2
+    assert cli.main(["bench", "--device", "cpu", *args.split(" ")]) == 2
     error = capsys.readouterr().err
     assert expected in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda saved: saved.update(format=0), "is not what this version's --save writes"),
+        (lambda saved: saved.pop("cases"), "is not what this version's --save writes"),
+        (lambda saved: saved.pop("machine"), "is not what this version's --save writes"),
+        (lambda saved: saved["cases"][0]["layers"]["triton"].pop("memory"), "is not what this version's --save writes"),
+        (lambda saved: saved["cases"][0]["layers"]["triton"]["errors"].clear(), "is not what this version's"),
+        (lambda saved: saved.update(cases=["x"]), "is not what this version's --save writes"),
+        (lambda saved: saved.update(cases=[]), "nothing of this run is in it: it has nothing that was timed"),
+        (lambda saved: saved["cases"][0].update(routing="holes"), "it has triton at 24x64x72 E=8 K=3 holes"),
+    ],
+)
+def test_a_baseline_is_checked_before_anything_runs(tmp_path, change, said):
+    path = tmp_path / "saved.json"
+    saved = result(1.0) | {"format": report.FORMAT, "date": "today", "machine": {"ranks": 2, "device": "CPU"}}
+    path.write_text(json.dumps(saved))
+    assert bench._read_baseline(path, plan(layers=["triton"])) == json.loads(json.dumps(saved))
+    change(saved)
+    path.write_text(json.dumps(saved))
+    with pytest.raises(ConfigError, match=f"^--baseline {path}: .*{said}"):
+        bench._read_baseline(path, plan(layers=["triton"]))
+    for text in ("[]", "3", "[" * 100_000):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=r"saved.json: is not"):
+            bench._read_baseline(path, plan())
+
+
+def test_where_results_could_not_be_saved_nothing_is_left(tmp_path):
+    bench._check_save(tmp_path / "new" / "a.json")
+    assert list((tmp_path / "new").iterdir()) == []
+    (tmp_path / "b.md").mkdir()  # where the tables would go
+    with pytest.raises(ConfigError, match=r"b.json: cannot be written: Is a directory"):
+        bench._check_save(tmp_path / "b.json")
+    assert not (tmp_path / "b.json").exists()
+    (tmp_path / "c.json").write_text("kept")
+    bench._check_save(tmp_path / "c.json")
+    assert (tmp_path / "c.json").read_text() == "kept"
+
+
+def test_an_interrupted_command_says_so_without_a_stack(monkeypatch, capsys):
+    def interrupted(args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench, "main", interrupted)
+    assert cli.main(["bench"]) == 130
+    assert capsys.readouterr().err == "stopped by SIGINT\n"
+
+
+def test_ranks_that_torchrun_started_are_not_asked_for_again(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"--ranks 4: torchrun has started 2"):
+        bench.main(["--ranks", "4"])
+
+
+def test_nothing_ran_is_not_all_is_well():
+    found = ranks.run(1, run_plan, plan(shapes=[], layers=["triton"], checks=1, repeat_bits=1))[0]
+    assert not report.good(found)
+    titles = [title for title, _, rows in report.sections(found) if rows]
+    assert titles == ["not checked", "not repeated"]
 
 
 def test_a_toml_gives_its_models_shape():

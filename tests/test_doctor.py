@@ -1,10 +1,13 @@
 """What doctor prints, and its exit code."""
 
 import json
+import multiprocessing
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from importlib import metadata
 from pathlib import Path
 
@@ -13,7 +16,7 @@ import torch
 
 from tests.op import deep_gemm_double as double
 from tests.op.test_automatic import machine
-from titan_mega_moe import cli, doctor, launch, planner
+from titan_mega_moe import cli, config, doctor, launch, planner
 from titan_mega_moe.config import ConfigError
 from titan_mega_moe.op import backends, deep_gemm
 from titan_mega_moe.op.fastest import Sizes, Timing
@@ -71,16 +74,11 @@ def test_three_machines_three_true_lines_about_deep_gemm(tmp_path, monkeypatch, 
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "deep_gemm", raising=False)
     stand_in = lines_about_deep_gemm(capsys)
-    remedy = deep_gemm.REMEDY
-    assert absent == ("not installed", f"deep_gemm is not installed; {remedy}")
-    assert index == (
-        package,
-        f"{package} has no bf16_mega_moe_backward, so it cannot train; {remedy}",
-    )
-    assert stand_in == (
-        f"deep_gemm {double.__version__} at {tmp_path / 'deep_gemm.py'}",
-        'it needs a Hopper or Blackwell GPU, the device is cpu; set backend = "reference"',
-    )
+    reason = 'it needs a Hopper or Blackwell GPU, the device is cpu; set backend = "reference"'
+    stand_in_version = f"deep_gemm {double.__version__} at {tmp_path / 'deep_gemm.py'}"
+    assert absent == ("not installed", reason)
+    assert index == (package, reason)
+    assert stand_in == (stand_in_version, reason)
 
 
 def lines_about_deep_gemm(capsys) -> tuple[str, str]:
@@ -104,9 +102,12 @@ def test_a_build_that_trains_is_available_on_hopper(monkeypatch):
     [
         (["--world-size", "8"], "the TOML file comes first, got '--world-size'"),
         (["--training.steps", "8", "x.toml"], "the TOML file comes first, got '--training.steps'"),
-        (["x.toml", "--world-size"], "--world-size needs a number of ranks, got ''"),
-        (["x.toml", "--world-size", "0"], "--world-size needs a number of ranks, got '0'"),
-        (["x.toml", "--world-size", "many"], "--world-size needs a number of ranks, got 'many'"),
+        (["x.toml", "--world-size"], "--world-size needs a number from 1 to 99999, got ''"),
+        (["x.toml", "--world-size", "0"], "--world-size needs a number from 1 to 99999, got '0'"),
+        (["x.toml", "--world-size", "100000"], "--world-size needs a number from 1 to 99999, got '100000'"),
+        (["x.toml", "--world-size", "many"], "--world-size needs a number from 1 to 99999, got 'many'"),
+        (["x.toml", "--ranks", "4"], "--ranks is no option of it: give --world-size N, once"),
+        (["x.toml", "--world-size=2", "--world-size=4"], "--world-size is no option of it: give --world-size N, once"),
     ],
 )
 def test_bad_arguments(args, expected):
@@ -125,9 +126,30 @@ def test_bad_file_is_exit_code_2(tmp_path, capsys, monkeypatch):
     assert cli.main(["doctor", str(tmp_path / "bad.toml")]) == 2
     shown = capsys.readouterr()
     assert "unknown key" in shown.err.splitlines()[-1] and "Traceback" not in shown.out + shown.err
+    # What can be said at once is said before the machine is looked at.
+    (tmp_path / "cut.toml").write_text("[training")
+    for args, said in (
+        ([str(tmp_path / "cut.toml")], "cut.toml: line 1, column 10: malformed TOML: "),
+        ([str(tmp_path / "none.toml")], "none.toml: no such file"),
+        ([str(tmp_path)], "cannot be read: Is a directory"),
+        ([str(tmp_path / "bad.toml"), "again.toml"], "command line: 'again.toml' is no option"),
+    ):
+        assert cli.main(["doctor", *args]) == 2
+        shown = capsys.readouterr()
+        assert said in shown.err and shown.err.count("\n") == 1 and shown.out == ""
+
+
+def test_an_interrupted_doctor_leaves_no_plan_running():
+    with pytest.raises(KeyboardInterrupt), doctor._beside():
+        process = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,))
+        process.start()
+        raise KeyboardInterrupt
+    process.join(60)
+    assert process.exitcode == -signal.SIGTERM
 
 
 def planned(monkeypatch, capsys, **changes) -> tuple[int, str]:
+    monkeypatch.setattr(config, "device_kind", lambda *args: "cpu")  # there is no run.toml
     monkeypatch.setattr(planner, "make", lambda *args: planner.Plan(**(vars(PLAN) | changes)))
     code = doctor.main(["run.toml", "--world-size", "16"])
     return code, capsys.readouterr().out
@@ -202,6 +224,7 @@ def test_what_bench_found_is_shown_with_its_reason_and_planned_for(monkeypatch, 
         changes = {"device": "cuda", "backend": "deep_gemm" if overrides else "triton"}
         return planner.Plan(**(vars(PLAN) | changes))
 
+    monkeypatch.setattr(config, "device_kind", lambda *args: "cuda")
     monkeypatch.setattr(planner, "make", make)
     monkeypatch.setattr(doctor, "gpus", list)
     monkeypatch.setattr(doctor, "links", list)

@@ -1,5 +1,11 @@
 """The planner's numbers against a real training's, against each other, and what it refuses."""
 
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from functools import cache
 from pathlib import Path
 
@@ -76,3 +82,28 @@ def test_sizes_that_the_kernels_do_not_take_are_refused():
     args = [*GPU, "--parallelism.expert_parallel_degree", "1", "--parallelism.tensor_parallel_degree", "4"]
     with pytest.raises(config.ConfigError, match=r"cannot run on 4 ranks: .*F=192 of 128 for deep_gemm"):
         planner.make(DEBUG, args, world_size=4)
+
+
+def test_the_process_that_plans_ends_with_the_one_that_asked(tmp_path):
+    """Which is killed while the other reads the file."""
+    os.mkfifo(tmp_path / "run.toml")
+    ask = f"from titan_mega_moe import planner; planner.make({str(tmp_path / 'run.toml')!r}, [])"
+    asking = subprocess.Popen([sys.executable, "-c", ask])
+    file = os.open(tmp_path / "run.toml", os.O_WRONLY)  # when it is read
+    asking.kill()
+    asking.wait()
+    with pytest.raises(BrokenPipeError):  # when nobody is left to read
+        while True:
+            os.write(file, b" ")
+            time.sleep(0.05)
+    os.close(file)
+
+
+def test_a_plan_that_was_ended_is_one_sentence(monkeypatch):
+    class Ended(ProcessPoolExecutor):
+        def submit(self, *_):
+            raise BrokenProcessPool
+
+    monkeypatch.setattr(planner, "ProcessPoolExecutor", Ended)
+    with pytest.raises(config.ConfigError, match=r"run.toml: the process that planned it was ended, .*fewer"):
+        planner.make("run.toml", [])

@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import signal
 import sys
 import time
 
@@ -45,6 +46,9 @@ def main(args: list[str] | None = None) -> int:
             time.sleep(_SILENCE)
         print(error, file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("stopped by SIGINT", file=sys.stderr)
+        return 128 + signal.SIGINT
 
 
 def _usage() -> str:

@@ -7,13 +7,15 @@ between the GPUs here.
 
 import importlib.util
 import json
+import multiprocessing
 import os
+import re
 import shutil
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import metadata
 from itertools import combinations
@@ -24,7 +26,7 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 
-from titan_mega_moe import launch, peers, planner
+from titan_mega_moe import config, launch, peers, planner
 from titan_mega_moe.config import ConfigError
 from titan_mega_moe.op import backends, deep_gemm, fastest
 from titan_mega_moe.op.fastest import Sizes
@@ -57,12 +59,14 @@ def main(args: list[str]) -> int:
         print(USAGE)
         return 0
     path, overrides, world_size = _parse(args)
+    if path is not None:
+        config.device_kind(path, overrides)  # a file that cannot be read is no reason to look at the machine
     if os.environ.get("RANK", "0") != "0":
         between_ranks()
         return 0
     console = Console(highlight=False)
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    with ThreadPoolExecutor(1) as beside:
+    with _beside() as beside:
         planned = beside.submit(planner.make, path, overrides, world_size) if path is not None else None
         _print(console, "Versions", versions())
         _print(console, "GPUs", [*gpus(), *links(), *symmetric_memory()])
@@ -85,19 +89,32 @@ def main(args: list[str]) -> int:
     return 0 if all(line.ok for line in findings) else 1
 
 
+@contextmanager
+def _beside() -> Iterator[ThreadPoolExecutor]:
+    """A thread for the plan, whose process ends when this one is interrupted."""
+    with ThreadPoolExecutor(1) as beside:
+        try:
+            yield beside
+        except KeyboardInterrupt:
+            for process in multiprocessing.active_children():
+                process.terminate()
+            raise
+
+
 def _parse(args: list[str]) -> tuple[str | None, list[str], int | None]:
     """FILE, overrides, ranks."""
-    rest, ranks = list(args), None
-    for at, word in enumerate(args):
-        if word.startswith("--world-size="):
-            rest[at : at + 1] = word.split("=", 1)
+    ranks = None
+    rest = [part for word in args for part in (word.split("=", 1) if word.startswith("--world-size=") else [word])]
     if "--world-size" in rest:
         at = rest.index("--world-size")
         word = "".join(rest[at + 1 : at + 2])
-        if not word.isdecimal() or int(word) < 1:
-            raise ConfigError(f"titan-mega-moe doctor: --world-size needs a number of ranks, got {word!r}")
+        if not re.fullmatch(r"[1-9]\d{0,4}", word, re.ASCII):
+            raise ConfigError(f"titan-mega-moe doctor: --world-size needs a number from 1 to 99999, got {word!r}")
         ranks = int(word)
         del rest[at : at + 2]
+    for word in rest:
+        if word.partition("=")[0] in ("--ranks", "--nodes", "--hosts", "--world-size"):
+            raise ConfigError(f"titan-mega-moe doctor: {word} is no option of it: give --world-size N, once")
     if rest and not rest[0].startswith("-"):
         return rest[0], rest[1:], ranks
     if rest or ranks is not None:

@@ -18,12 +18,16 @@ import dataclasses
 import importlib
 import logging
 import multiprocessing
+import signal
 import warnings
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from titan_mega_moe import config, launch
 
 if TYPE_CHECKING:
     import torch
@@ -83,14 +87,27 @@ def make(path: str | Path, overrides: list[str], world_size: int | None = None) 
     Works in a process of its own, in which it replaces parts of torchtitan.
 
     Raises:
-        ConfigError: the file or an override is wrong, or torchtitan refuses it on so many ranks.
+        ConfigError: the file or an override is wrong, torchtitan refuses it on so many ranks, or there is not enough
+            memory to plan it.
     """
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
-        return process.submit(_make, path, overrides, world_size).result()
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawn, initializer=_end_silently) as process:
+        try:
+            return process.submit(_make, path, overrides, world_size).result()
+        except BrokenProcessPool:
+            raise config.ConfigError(
+                f"{path}: the process that planned it was ended, by a signal or for want of memory: plan fewer ranks"
+            ) from None
+
+
+def _end_silently() -> None:
+    """In the process of `make`: end with the one that waits for the plan, and without a word when interrupted."""
+    launch.end_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _make(path: str | Path, overrides: list[str], world_size: int | None) -> Plan:
-    from titan_mega_moe import config, device
+    from titan_mega_moe import device
 
     kind = config.device_kind(path, overrides)
     warnings.simplefilter("ignore")  # what a CPU does otherwise than a GPU is of no interest here
@@ -293,6 +310,12 @@ def _peak_of_step(config: "RunConfig", dims: "ParallelDims", model: Any, optimiz
             pass
 
         _pre_fw_hook = _post_fw_hook = _pre_bw_hook = _post_bw_hook = _ignore  # type: ignore[assignment]
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            # More than half of all calls ask a fake tensor for its device, and allocate nothing.
+            if func is torch.ops.prim.device.default:
+                return func(*args)
+            return super().__torch_dispatch__(func, types, args, kwargs)
 
     shape = (config.training.local_batch_size, config.training.seq_len // dims.cp)
     inputs, labels = torch.zeros(2, *shape, dtype=torch.int64).unbind()

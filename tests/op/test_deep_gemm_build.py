@@ -115,6 +115,8 @@ def test_no_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "finds no CUDA GPU here" in reason()
     assert "the device is cpu" in backends.unavailable_reason("deep_gemm", "cpu")
+    monkeypatch.setitem(sys.modules, "deep_gemm", None)  # nor would installing a build help there
+    assert "the device is cpu" in backends.unavailable_reason("deep_gemm", "cpu")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -20,10 +20,10 @@ RIVALS = ("alltoall", "minimal_async_ep")
 FORMAT = 1
 
 HEAD = (
-    "layer", "fwd ms", "sust.", "TFLOP/s", "% cuBLAS", "x a2a", "x min",
-    "f+b ms", "sust.", "TFLOP/s", "% cuBLAS", "x a2a", "x min", "link GB/s", "peak GiB",
+    "layer", "fwd ms", "sust.", "TFLOP/s", "% {product}", "x a2a", "x min",
+    "f+b ms", "sust.", "TFLOP/s", "% {product}", "x a2a", "x min", "link GB/s", "peak GiB",
 )  # fmt: skip
-PARTS = ("part", "runs", "ms", "% of step", "TFLOP/s", "% cuBLAS", "MB", "GB/s", "% copy", "link MB", "link GB/s")
+PARTS = ("part", "runs", "ms", "% of step", "TFLOP/s", "% {product}", "MB", "GB/s", "% copy", "link MB", "link GB/s")
 CAVEATS = (
     "A burst is {warmups} calls to warm up and {timed} timed in a row; the figure is the median of "
     "{bursts} bursts, each the slowest rank's. Sustained is the mean of {sustained} calls in a row.",
@@ -32,7 +32,8 @@ CAVEATS = (
     "Link GB/s are useful bytes too: a token's row once to each rank that needs it and one row back, in "
     "each pass, of the rank with the most. Memory GB/s (in the JSON): weights, tokens and gradients once "
     "each.",
-    "The cuBLAS ceiling is two dense products of the layer's sizes, measured in the same run and protocol.",
+    "The ceiling of products (cuBLAS on a GPU, torch.mm on a CPU) is two dense ones of the layer's sizes, measured in "
+    "the same run and protocol.",
     "TorchTitan's layers have plain bf16 weights, no FSDP, no recomputation and partial_dtensor; expert "
     "counts are given, as its MoE does. Their inputs are padded with tokens and slots of score 0 where "
     "they want that. MinimalAsyncEP is meant for full recomputation, which these times leave out: its "
@@ -127,10 +128,11 @@ def shape_text(shape: dict[str, int]) -> str:
 
 
 def good(result: dict[str, Any]) -> bool:
-    """No error beyond its limit, no differing bit."""
+    """Something ran, with no error beyond its limit and no differing bit."""
     judged = [layer for case in (*result["cases"], *result["checks"]) for layer in case["layers"].values()]
     beyond = any(layer.get("exceeded") for layer in judged)
-    return not beyond and not any(sum(r["differing"].values()) for r in result["repeats"])
+    ran = bool(judged or result["repeats"])
+    return ran and not beyond and not any(sum(r["differing"].values()) for r in result["repeats"])
 
 
 def _rows(case: dict[str, Any]) -> list[list[str]]:
@@ -205,14 +207,16 @@ def _check_rows(result: dict[str, Any]) -> list[list[str]]:
 def sections(result: dict[str, Any]) -> list[tuple[str, tuple[str, ...], list[list[str]]]]:
     """Title, head and rows of every table."""
     tables: list[tuple[str, tuple[str, ...], list[list[str]]]] = []
+    product = result["ceilings"]["product"] if result["ceilings"] else ""
+    head, parts = (tuple(cell.format(product=product) for cell in cells) for cells in (HEAD, PARTS))
     for case in result["cases"]:
         title = f"{shape_text(case['shape'])}, {case['routing']}"
-        tables.append((title, HEAD, _rows(case)))
+        tables.append((title, head, _rows(case)))
         tensors = next(iter(case["layers"].values()))["errors"] if case["layers"] else {}
         tables.append((f"{title}: error against float64", ("layer", *tensors), _error_rows(case)))
         for name, layer in case["layers"].items():
             if "breakdown" in layer:
-                tables.append((f"{title}: where the time of {name} goes", PARTS, _part_rows(layer["breakdown"])))
+                tables.append((f"{title}: where the time of {name} goes", parts, _part_rows(layer["breakdown"])))
         if case["refused"]:
             tables.append((f"{title}: not run", ("layer", "why"), [list(r) for r in case["refused"].items()]))
     if result.get("chosen"):
@@ -240,9 +244,11 @@ def sections(result: dict[str, Any]) -> list[tuple[str, tuple[str, ...], list[li
             tables.append(("not checked", ("layer", "why"), [list(r) for r in reasons]))
     if result["repeats"]:
         tables.append(("same input, same bits", ("layer", "case", "runs", "runs that differ"), _repeat_rows(result)))
+    if result.get("not_repeated"):
+        tables.append(("not repeated", ("layer", "why"), [list(r) for r in result["not_repeated"].items()]))
     if result.get("moved"):
-        head = ("case", "layer", "what", "before", "now", "now / before")
-        tables.append(("against the baseline", head, result["moved"]))
+        columns = ("case", "layer", "what", "before", "now", "now / before")
+        tables.append((f"against the baseline of {result['baseline']}", columns, result["moved"]))
     return tables
 
 
@@ -262,7 +268,7 @@ def _repeat_rows(result: dict[str, Any]) -> list[list[str]]:
 def _ceiling_rows(ceilings: dict[str, Any]) -> list[list[str]]:
     rows = [
         [
-            f"cuBLAS at {shape}",
+            f"{ceilings['product']} at {shape}",
             f"{_digits(p['tflops'])} TFLOP/s (gate+up {_digits(p['gate_up_tflops'])}, "
             f"down {_digits(p['down_tflops'])}), sustained {_digits(p['sustained_tflops'])}",
         ]
@@ -303,6 +309,12 @@ def moved(result: dict[str, Any], baseline: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
+def origin(result: dict[str, Any]) -> str:
+    """When and where a result was measured."""
+    machine = result["machine"]
+    return f"{result['date']}: {machine['ranks']} ranks, {machine['device']}"
+
+
 def show(result: dict[str, Any], console: Console) -> None:
     for title, head, rows in sections(result):
         table = Table(title=title, title_justify="left")
@@ -336,8 +348,13 @@ def _table(head: tuple[str, ...], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
+def files(path: Path) -> tuple[Path, Path]:
+    """Where `save` writes the line of JSON, and the tables."""
+    return path, path.with_suffix(".md")
+
+
 def save(result: dict[str, Any], path: Path) -> None:
-    """`path`, and beside it the same name with .md."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    path.with_suffix(".md").write_text(markdown(result))
+    """Both files of `path`, whose folder is there. Raises OSError."""
+    line, page = files(path)
+    line.write_text(json_line(result) + "\n")
+    page.write_text(markdown(result))

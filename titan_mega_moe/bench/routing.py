@@ -4,9 +4,9 @@ A kind may also change how many tokens a rank has. Everything is drawn from the 
 own.
 """
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -61,18 +61,18 @@ class Routing:
         if self.kind == "file":
             ids_NK = _read(self.argument)
             if ids_NK.shape[1] != K:
-                return f"its {ids_NK.shape[1]} ids a token are not the {K} of --top-k"
+                return f"its {ids_NK.shape[1]} ids a token are not the {K} that the layer wants"
             if ids_NK.shape[0] < T * ep:
                 return f"it holds {ids_NK.shape[0]} tokens, {ep} ranks of {T} need {T * ep}: use a smaller T"
             low, high = (int(v) for v in torch.aminmax(ids_NK))
             if low < -1 or high >= E:
-                return f"it holds id {low if low < -1 else high}, outside [-1, {E}) of --experts"
+                return f"it holds id {low if low < -1 else high}, outside [-1, {E})"
         return None
 
 
 def parse(text: str) -> list[Routing]:
     """Comma-separated routings. Raises ConfigError for one that is not known or whose argument is wrong."""
-    return [_parse(word) for word in text.split(",")]
+    return [_parse(word) for word in dict.fromkeys(text.split(","))]
 
 
 def _parse(word: str) -> Routing:
@@ -97,16 +97,29 @@ def _parse(word: str) -> Routing:
 
 def _read(path: str) -> torch.Tensor:
     """A tensor saved by torch.save, (tokens, K) or (ranks, tokens, K), as (N, K)."""
-    if not Path(path).is_file():
-        raise ConfigError(f"--routing file:{path}: no such file")
     try:
-        ids = torch.load(path, map_location="cpu", weights_only=True)
+        with open(path, "rb") as file, warnings.catch_warnings(action="ignore"):  # of what is refused below
+            ids = torch.load(file, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise ConfigError(f"--routing file:{path}: cannot be read: {error.strerror or error}") from None
     except Exception as error:  # anything may be in a file that torch.save did not write
         raise ConfigError(f"--routing file:{path}: torch.load cannot read it ({type(error).__name__})") from None
-    if not isinstance(ids, torch.Tensor) or ids.dtype != torch.int64 or ids.dim() not in (2, 3) or not len(ids):
-        found = f"{tuple(ids.shape)} {ids.dtype}" if isinstance(ids, torch.Tensor) else type(ids).__name__
-        raise ConfigError(f"--routing file:{path}: needs (tokens, K) or (ranks, tokens, K) int64, got {found}")
+    found = _kind_of(ids)
+    if found != "torch.int64" or ids.dim() not in (2, 3) or not len(ids):
+        found += f" {tuple(ids.shape)}" if found.startswith("torch.") else ""
+        raise ConfigError(f"--routing file:{path}: needs (tokens, K) or (ranks, tokens, K) torch.int64, got {found}")
     return ids.flatten(0, -2)
+
+
+def _kind_of(ids: object) -> str:
+    """The dtype of a tensor that holds its values one after another; of anything else what it is."""
+    if not isinstance(ids, torch.Tensor):
+        return type(ids).__name__
+    if ids.is_nested:
+        return "a nested tensor"
+    if ids.layout != torch.strided:
+        return f"a tensor of layout {ids.layout}"
+    return str(ids.dtype) if ids.device.type == "cpu" else f"a tensor on {ids.device}, without values"
 
 
 def _distinct(T: int, E: int, K: int, g: torch.Generator) -> torch.Tensor:

@@ -40,11 +40,12 @@ class Plan:
 
 def run(plan: Plan, ranks: Ranks) -> dict[str, Any]:
     """All of the plan's results. A collective over the ranks."""
-    found: dict[str, Any] = {"cases": [], "checks": [], "repeats": [], "ceilings": None}
+    found: dict[str, Any] = {"cases": [], "checks": [], "repeats": [], "not_repeated": {}, "ceilings": None}
     if plan.shapes:
         _say(ranks, "ceilings of the machine")
         products = {str(s): measure.product_ceiling(s, ranks, plan.protocol) for s in plan.shapes}
-        found["ceilings"] = {"products": products, **measure.copy_ceilings(ranks, plan.protocol)}
+        product = "cuBLAS" if ranks.cuda else "torch.mm"
+        found["ceilings"] = {"product": product, "products": products, **measure.copy_ceilings(ranks, plan.protocol)}
         if ranks.cuda:
             torch.cuda.empty_cache()
     for shape in plan.shapes:
@@ -52,8 +53,8 @@ def run(plan: Plan, ranks: Ranks) -> dict[str, Any]:
     if plan.checks:
         found["checks"] = _checks(plan, ranks)
     if plan.repeat_bits:
-        shape = plan.shapes[0] if plan.shapes else check_shapes(1, plan.seed, ranks)[0][0]
-        found["repeats"] = _repeats(shape, plan, ranks)
+        (shape,) = plan.shapes[:1] or repeated_shapes(plan.repeat_bits, plan.seed, ranks.size, ranks.cuda)
+        found["repeats"], found["not_repeated"] = _repeats(shape, plan, ranks)
     return found
 
 
@@ -174,13 +175,17 @@ def _upstream_errors(inputs: Inputs, want: dict[str, torch.Tensor], ranks: Ranks
     return measure.errors(upstream.bind(inputs).results(), want, ranks)
 
 
-def check_shapes(count: int, seed: int, ranks: Ranks) -> list[tuple[Shape, Routing]]:
-    """`count` small shapes and routings: all kinds in turn, and sizes that fit no tile.
+def repeated_shapes(repeats: int, seed: int, size: int, cuda: bool) -> list[Shape]:
+    """The one whose bits are compared where none is timed, on so many ranks; none where nothing is repeated."""
+    return [shape for shape, _ in check_shapes(1, seed, size, cuda)] if repeats else []
+
+
+def check_shapes(count: int, seed: int, size: int, cuda: bool) -> list[tuple[Shape, Routing]]:
+    """`count` small shapes and routings for so many ranks: all kinds in turn, and sizes that fit no tile.
 
     Few pairs of D and F, because kernels may be compiled for each.
     """
     pick = random.Random(seed)
-    cuda = ranks.cuda
     sizes = [(64, 64), (192, 320), (512, 256), (1024, 704), (2048, 768)] if cuda else [(64, 64), (128, 192)]
     tokens = [1, 7, 64, 129, 500, 1024, 1537, 2000] if cuda else [1, 7, 33, 64]
     experts = [1, 2, 3, 8, 16, 32, 64, 128] if cuda else [1, 2, 3, 4]
@@ -188,12 +193,12 @@ def check_shapes(count: int, seed: int, ranks: Ranks) -> list[tuple[Shape, Routi
     cases: list[tuple[Shape, Routing]] = []
     for number in range(count):
         (D, F), routing = sizes[number % len(sizes)], kinds[number % len(kinds)]
-        E = ranks.size * pick.choice(experts)
+        E = size * pick.choice(experts)
         shape = Shape(pick.choice(tokens), D, F, E, pick.randint(1, min(8, E)))
-        while routing.refusal(shape.T, shape.E, shape.K, ranks.size) is not None:
-            if ranks.size == 1:
+        while routing.refusal(shape.T, shape.E, shape.K, size) is not None:
+            if size == 1:
                 routing = Routing("random")
-            E = ranks.size * pick.choice(experts)
+            E = size * pick.choice(experts)
             shape = Shape(shape.T, D, F, E, pick.randint(1, min(8, E)))
         cases.append((shape, routing))
     return cases
@@ -203,7 +208,7 @@ def _checks(plan: Plan, ranks: Ranks) -> list[dict[str, Any]]:
     """Errors alone, over many shapes and routings, fresh inputs each."""
     names = [name for name in plan.layers if name not in DISPATCHERS]
     found = []
-    for number, (shape, routing) in enumerate(check_shapes(plan.checks, plan.seed, ranks)):
+    for number, (shape, routing) in enumerate(check_shapes(plan.checks, plan.seed, ranks.size, ranks.cuda)):
         _say(ranks, f"check {number + 1} of {plan.checks}: {shape} {routing}")
         able, refused = _ready(names, shape, [routing], ranks)
         judged = _errors([o for o, _ in able], _maker(shape, routing, plan.seed + 1000 + number, ranks), ranks)
@@ -212,12 +217,14 @@ def _checks(plan: Plan, ranks: Ranks) -> list[dict[str, Any]]:
     return found
 
 
-def _repeats(shape: Shape, plan: Plan, ranks: Ranks) -> list[dict[str, Any]]:
-    """The same input many times over: in how many runs any bit differs."""
+def _repeats(shape: Shape, plan: Plan, ranks: Ranks) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """The same input many times over: in how many runs any bit differs; and why layers did not run."""
     names = [name for name in plan.layers if name not in DISPATCHERS]
-    found = []
+    found: list[dict[str, Any]] = []
+    not_run: dict[str, str] = {}
     for number, routing in enumerate(plan.routings):
-        able, _ = _ready(names, shape, [routing], ranks)
+        able, refused = _ready(names, shape, [routing], ranks)
+        not_run |= refused
         for one, _ in able:
             _say(ranks, f"{plan.repeat_bits} times {shape} {routing}: {one.name}")
             bound = one.bind(make_inputs(shape, routing, ranks.group, ranks.device, plan.seed + number))
@@ -232,4 +239,4 @@ def _repeats(shape: Shape, plan: Plan, ranks: Ranks) -> list[dict[str, Any]]:
                 }
             )
         _release([one for one, _ in able], ranks)
-    return found
+    return found, not_run

@@ -10,11 +10,13 @@ What is computed, for token t with experts i = ids[t, k] and scores s = scores[t
     g = W1_i x_t    u = W3_i x_t    h = silu(g) * u    y_t = sum_k s * W2_i h
 """
 
+from numbers import Integral
 from operator import index
 
 import torch
 from torch.autograd import forward_ad
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 
 from titan_mega_moe.op import backends, library
 from titan_mega_moe.op.backends import KEEP
@@ -64,6 +66,7 @@ def mega_moe(
 
     Raises:
         ValueError: a shape, dtype, device or option that does not fit, before any communication.
+        NotImplementedError: a tensor inside a transform of torch.func, or with a forward-mode tangent.
         RuntimeError: the backend asked for cannot run here; the message says why.
     """
     if group is not None and not isinstance(group, str) and not hasattr(group, "group_name"):
@@ -100,12 +103,19 @@ def _check_tensors(
         (x_TD, ids_TK, scores_TK, w1_eFD, w2_eDF, w3_eFD),
         strict=True,
     ):
-        if not isinstance(t, torch.Tensor) or t.layout != torch.strided:
-            got = f"one of {t.layout}" if isinstance(t, torch.Tensor) else repr(type(t).__name__)
-            raise ValueError(f"mega_moe: {name} must be a dense tensor, got {got}")
+        if not isinstance(t, torch.Tensor) or isinstance(t, DTensor):
+            raise ValueError(
+                f"mega_moe: {name} must be a dense tensor, got {type(t).__name__!r}; of a DTensor pass its to_local()"
+            )
+        if t.layout != torch.strided or t.is_nested:
+            got = "a nested one" if t.is_nested else f"one of {t.layout}"
+            raise ValueError(f"mega_moe: {name} must be a dense tensor, got {got}; pass its to_dense() or padded rows")
         # Without this a derivative of zero would come back.
         if forward_ad._current_level >= 0 and forward_ad.unpack_dual(t).tangent is not None:
-            raise NotImplementedError(f"mega_moe: {name} has a forward-mode tangent; only backward is implemented")
+            raise NotImplementedError(
+                f"mega_moe: {name} has a forward-mode tangent, and only reverse mode is implemented; "
+                "differentiate with backward() or torch.autograd.grad"
+            )
     if x_TD.dim() != 2 or x_TD.dtype not in _FLOATS:
         raise ValueError(f"mega_moe: x must be (T, D) floating point, got {tuple(x_TD.shape)} {x_TD.dtype}")
     T, D = x_TD.shape
@@ -139,7 +149,7 @@ def _names(dtypes: tuple[torch.dtype, ...]) -> str:
 
 
 def _check_experts(num_experts: int, ep: int, e: int, K: int) -> None:
-    if isinstance(num_experts, bool | float) or num_experts <= 0:
+    if isinstance(num_experts, bool) or not isinstance(num_experts, Integral) or num_experts <= 0:
         raise ValueError(f"mega_moe: num_experts is {num_experts!r}; it must be a positive integer")
     if num_experts % ep != 0:
         raise ValueError(

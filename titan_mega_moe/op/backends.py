@@ -141,7 +141,7 @@ class Backend(Protocol):
 
 def load(name: str) -> Backend:
     """The backend object of that name. Raises ValueError if unknown, ImportError if it cannot be imported."""
-    if name not in _MODULES:
+    if name not in list(_MODULES):
         raise ValueError(f"mega_moe: backend is {name!r}; it must be one of {', '.join(NAMES)}")
     return importlib.import_module(_MODULES[name]).BACKEND
 
@@ -207,8 +207,14 @@ def choose(name: str, device_type: str, group_name: str, *sizes: int) -> str:
 
 @torch.compiler.assume_constant_result
 def group_size(group_name: str) -> int:
-    """EP, the ranks of the named group; 1 for the empty name."""
-    return _resolve_process_group(GroupName(group_name)).size() if group_name else 1
+    """EP, the ranks of the named group; 1 for the empty name. Raises ValueError if there is none of that name."""
+    try:
+        return _resolve_process_group(GroupName(group_name)).size() if group_name else 1
+    except (RuntimeError, TypeError):
+        raise ValueError(
+            f"mega_moe: no process group is named {group_name!r}; pass one that torch.distributed has made and not "
+            "destroyed, or None for experts that are all here"
+        ) from None
 
 
 def automatic(device_type: str, sizes: Sizes | None = None) -> tuple[str, str]:

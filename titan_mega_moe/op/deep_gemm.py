@@ -184,7 +184,10 @@ class DeepGemm:
 
     def unavailable_reason(self, device: torch.device) -> str | None:
         build = find_build()
-        return build if isinstance(build, str) else device_reason(device)
+        reasons = [build if isinstance(build, str) else None, device_reason(device)]
+        # Which build to install is no advice where none would run.
+        first, second = reasons if device.type == "cuda" else reversed(reasons)
+        return first or second
 
     def prepare(self, plan: BufferPlan) -> None:
         """Allocate the plan's buffer unless one of its shape holds as many tokens.

@@ -5,7 +5,7 @@ compiler's partitioner see it, may save or drop it, and never have to run the co
 """
 
 import math
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.utils.flop_counter import register_flop_formula
@@ -89,6 +89,8 @@ def _below_autograd(keys: torch._C.DispatchKeySet, *inputs: Any) -> tuple[torch.
 def _autograd(keys: torch._C.DispatchKeySet, *inputs: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
     if not torch.is_grad_enabled() or not torch._C._any_requires_grad(*inputs):
         return _below_autograd(keys, *inputs)
+    if torch._C._are_functorch_transforms_active():
+        _no_transform()
     y, *saved = _MegaMoE.apply(keys, *inputs)
     return y, saved
 
@@ -96,10 +98,23 @@ def _autograd(keys: torch._C.DispatchKeySet, *inputs: Any) -> tuple[torch.Tensor
 _LIBRARY.impl("mega_moe", _autograd, "Autograd", with_keyset=True)
 
 
+def _no_transform(*_: Any) -> NoReturn:
+    raise NotImplementedError(
+        "mega_moe has no rule for vmap, for batches of gradients (is_grads_batched, vectorize) and for torch.func's "
+        "transforms: call it once with all tokens, and differentiate with backward() or torch.autograd.grad"
+    )
+
+
+# "Batched" is the vmap that torch.autograd itself uses.
+for _key in ("FuncTorchBatched", "Batched"):
+    _LIBRARY.impl("mega_moe", _no_transform, _key)
+    _LIBRARY.impl("mega_moe_backward", _no_transform, _key)
+
+
 def _no_second_derivative(ctx: Any, *grads: torch.Tensor | None) -> tuple:
     raise NotImplementedError(
-        "mega_moe has no second derivative: call backward without create_graph=True, "
-        "or detach its gradients before using them in a loss"
+        "mega_moe has no second derivative, and torch.autograd.functional's jvp, hvp and hessian need one: call "
+        "backward without create_graph=True, or detach its gradients before using them in a loss"
     )
 
 
