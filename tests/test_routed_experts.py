@@ -29,7 +29,7 @@ TARGET = "titan_mega_moe.routed_experts.mega_moe"
         ),
         ({"keep": "nothing"}, "mega_moe.keep is 'nothing'; it must be one of activations, inputs"),
         ({"max_tokens": 0}, "mega_moe.max_tokens is 0; it must be at least 1"),
-        ({"reserved_sms": -1}, "mega_moe.reserved_sms is -1; it must be at least 0"),
+        ({"reserved_sms": -1}, "mega_moe.reserved_sms is -1; it must be from 0 to 160"),
     ],
 )
 def test_options(options, message):
