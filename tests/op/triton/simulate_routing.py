@@ -33,6 +33,7 @@ def compare(all_ids: list[torch.Tensor], local_experts: int, t_max: int, calls: 
             assert scratch[rank].counters.eq(0).all() and scratch[rank].arrived.eq(0).all()
             words = torch.full((sizes.words,), -77, dtype=torch.int32)
             tables = routing.Tables(words, sizes)
+            routing.receive(buffers[rank], scratch[rank], sizes)
             routing.build(buffers[rank], scratch[rank], tables, sizes)
             buffers[rank].check()
             check(tables, tables_oracle.tables(all_ids, scores, rank, local_experts, t_max))
@@ -42,8 +43,7 @@ def compare(all_ids: list[torch.Tensor], local_experts: int, t_max: int, calls: 
         for rank in range(ep):
             assert buffers[rank].epoch.item() == call + 1 and scratch[rank].counters.eq(0).all()
             assert buffers[rank].view("routed").tolist() == [call + 1] * ep
-            if ep > 1:
-                routing.meet_peers(buffers[rank], scratch[rank])
+            routing.meet_peers(buffers[rank], scratch[rank])
             buffers[rank].check()
 
 
@@ -77,7 +77,9 @@ def too_many_tokens(ep: int) -> None:
         buffer = SymmBuffer(memories, rank, t_max, 64, K)
         buffer.epoch.fill_(1)
         tables = routing.Tables(torch.zeros(sizes.words, dtype=torch.int32), sizes)
-        routing.build(buffer, routing.Scratch(sizes, torch.device("cpu")), tables, sizes)
+        scratch = routing.Scratch(sizes, torch.device("cpu"))
+        routing.receive(buffer, scratch, sizes)
+        routing.build(buffer, scratch, tables, sizes)
         assert tables.tokens[:ep].tolist() == [5] * (ep - 1) + [0]
         try:
             buffer.check()
@@ -115,9 +117,8 @@ def silent_peer(ep: int) -> None:
     buffer, scratch = SymmBuffer(memories, 0, t_max, 64, K), routing.Scratch(sizes, torch.device("cpu"))
     routing._POLLS_PER_SECOND, buffer.timeout_seconds = 1, 5
     routing.announce(buffer, scratch, sizes, torch.zeros(3, K, dtype=torch.int64), torch.rand(3, K))
-    tables = routing.Tables(torch.zeros(sizes.words, dtype=torch.int32), sizes)
     waits = {
-        "expert ids": lambda: routing.build(buffer, scratch, tables, sizes),
+        "expert ids": lambda: routing.receive(buffer, scratch, sizes),
         "start": lambda: routing.meet_peers(buffer, scratch),
     }
     for what, wait in waits.items():

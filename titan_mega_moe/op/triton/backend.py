@@ -3,12 +3,13 @@
 Shape suffixes as in op/__init__.py; R rows are padded and counted for the worst routing (workspace.py).
 
     main stream   publish count scan tiles place | gate_up ............. | down ............... | combine
-    side stream           send x to every peer (copy engines)              (sums go to the peers)
+    side stream                 send x to every peer (copy engines)        (sums go to the peers)
 
-    main stream   begin | down_backward | gate_up_backward .. | weight_grad_down | weight_grad_gate_up
-    side stream         send dy, x to every peer  (sums go to the peers)           (own sums, peers' added)
+    main stream   begin meet | down_backward | gate_up_backward .. | weight_grad_down | weight_grad_gate_up
+    side stream                send dy, x to every peer  (sums go to the peers)
 
-The two streams meet before either pass returns.
+Rows are sent once every peer has begun the call: by then it has ended the one before, and read all of that. The two
+streams meet before either pass returns.
 """
 
 from dataclasses import replace
@@ -70,6 +71,8 @@ class FusedBackend:
                 f"mega_moe: {x.shape[0]} tokens, but the buffers were made for at most {work.symm.t_max}; "
                 "set [mega_moe] max_tokens to the largest number of tokens of a rank"
             )
+        with phase("routing"):
+            routing.receive(work.symm, work.scratch, work.sizes)
         sent = _send(work, {X: x})
         with phase("routing"):
             routing.build(work.symm, work.scratch, tables, work.sizes)
@@ -109,6 +112,8 @@ class FusedBackend:
         tables = Tables(saved[0], work.sizes)
         with phase("routing"):
             routing.begin_call(work.symm, work.scratch)
+            # Not beside the products: their blocks leave no registers for a kernel that they wait for in the end.
+            routing.meet_peers(work.symm, work.scratch)
         if call.keep == "inputs":
             sent = _send(work, {X: x, DY: dy})
             gate_up, scaled_h = work.gate_up, _gate_up(work, tables, x, w1, w3, [work.gate_up, work.scaled_h])
@@ -258,7 +263,6 @@ def _send(work: Workspace, rows: dict[int, torch.Tensor]) -> torch.cuda.Event | 
         return None
     work.side.wait_stream(torch.cuda.current_stream(work.plan.device))
     with torch.cuda.stream(work.side), phase("dispatch"):
-        routing.meet_peers(work.symm, work.scratch)
         for part, rows_TD in rows.items():
             work.symm.send(rows_TD, part)
         done = work.side.record_event()

@@ -4,7 +4,7 @@ Five kernels, no host synchronisation, no shape that depends on the routing:
 
     publish  this rank's expert ids and scores to every rank's symmetric buffer, then a flag; begins the call's epoch
              (in a backward, which routes as its forward did, `begin` raises the flag alone)
-    count    per (local expert, block of entries): how many; waits for the flags
+    count    per (local expert, block of entries): how many; waits for the flags, as `meet` does in a backward
     scan     per local expert: where each block's rows start, and where each source's
     tiles    the tile list, ascending by chunk; the rows that only pad
     place    row -> (source, token), its score, and (source, token, slot) -> row
@@ -342,13 +342,13 @@ def place(
         next_row += tl.sum(chosen, 0)
 
 
-def _run(scratch: Scratch, kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-    """kernel[grid](*args, **options) without looking at every argument again: a workspace's differ in values and
+def _run(scratch: Scratch, kernel: Any, grid: tuple[int, ...], *args: Any) -> None:
+    """kernel[grid](*args) without looking at every argument again: a workspace's differ in values and
     addresses alone, and what may be aligned less, or be 1, is not specialized on."""
     if (compiled := scratch.compiled.get(kernel)) is not None:
         compiled[grid + (1,) * (3 - len(grid))](*args)
     else:
-        scratch.compiled[kernel] = kernel[grid](*args, **options)  # None from the interpreter
+        scratch.compiled[kernel] = kernel[grid](*args)  # None from the interpreter
 
 
 def begin_call(buffer: SymmBuffer, scratch: Scratch) -> None:
@@ -362,12 +362,10 @@ def begin_call(buffer: SymmBuffer, scratch: Scratch) -> None:
 
 
 def meet_peers(buffer: SymmBuffer, scratch: Scratch) -> None:
-    """Waits, on the device's current stream, until every peer has begun this call.
-
-    One warp a peer: so little of a multiprocessor that gemm.cu's blocks, which take nearly all, fit beside it.
-    """
-    polls, flags = _POLLS_PER_SECOND * buffer.timeout_seconds, buffer.view("routed")
-    _run(scratch, meet, (buffer.ep_size - 1,), flags, buffer.epoch, buffer.error, polls, num_warps=1)
+    """Waits until every peer has begun this call, too."""
+    if buffer.ep_size > 1:
+        polls, flags = _POLLS_PER_SECOND * buffer.timeout_seconds, buffer.view("routed")
+        _run(scratch, meet, (buffer.ep_size - 1,), flags, buffer.epoch, buffer.error, polls)
 
 
 def announce(buffer: SymmBuffer, scratch: Scratch, sizes: Sizes, ids_TK: torch.Tensor, scores_TK: torch.Tensor) -> None:
@@ -382,16 +380,22 @@ def announce(buffer: SymmBuffer, scratch: Scratch, sizes: Sizes, ids_TK: torch.T
     )  # fmt: skip
 
 
+def receive(buffer: SymmBuffer, scratch: Scratch, sizes: Sizes) -> None:
+    """Second kernel: waits for every rank's entries, and counts them."""
+    ep, K, e = sizes.ep_size, sizes.top_k, sizes.local_experts
+    _run(
+        scratch, count, (sizes.blocks, ep),
+        buffer.view("ids"), buffer.view("tokens"), buffer.view("routed"), buffer.epoch, buffer.error, scratch.starts,
+        buffer.rank, buffer.t_max, _POLLS_PER_SECOND * buffer.timeout_seconds, ep, K, e, triton.next_power_of_2(e),
+        BLOCK, STEP,
+    )  # fmt: skip
+
+
 def build(buffer: SymmBuffer, scratch: Scratch, tables: Tables, sizes: Sizes) -> None:
-    """The other four kernels: waits for the peers' entries and fills the tables."""
+    """The other three kernels: fills the tables."""
     ep, K, e = sizes.ep_size, sizes.top_k, sizes.local_experts
     pad, blocks, rank, t_max = triton.next_power_of_2(e), sizes.blocks, buffer.rank, buffer.t_max
     ids, scores, tokens = buffer.view("ids"), buffer.view("scores"), buffer.view("tokens")
-    _run(
-        scratch, count, (blocks, ep),
-        ids, tokens, buffer.view("routed"), buffer.epoch, buffer.error, scratch.starts, rank, t_max,
-        _POLLS_PER_SECOND * buffer.timeout_seconds, ep, K, e, pad, BLOCK, STEP,
-    )  # fmt: skip
     _run(
         scratch, scan, (e,),
         scratch.starts, scratch.bounds, scratch.counts, blocks, ep, triton.next_power_of_2(ep * blocks),
